@@ -1,0 +1,275 @@
+"""Check a whole configuration before anything heavy is imported, and report every fault at once.
+
+Here: the state, choices and range of each key, and rules between a few keys. Batch arithmetic is in check_batch.py;
+files, the reward function and the port are in check_files.py.
+"""
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from grpo_vlm.config.check_batch import batch_faults, length_faults, working_sizes
+from grpo_vlm.config.check_files import file_faults, port_faults, required_faults
+from grpo_vlm.config.faults import Fault, raise_faults
+from grpo_vlm.config.load import fill, fits, read_config, schema_options, walk
+from grpo_vlm.config.options import NEUTRAL, PLANNED, Option
+from grpo_vlm.config.schema import Config
+from grpo_vlm.config.schema_rollout import VAL_OVERRIDES
+from grpo_vlm.config.values import sampling_values
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the launcher started the processes, and what the caller supplies as Python objects."""
+
+    world_size: int = 1
+    num_nodes: int = 1
+    gpus_per_node: int | None = None
+    """Processes per machine; None: world_size / num_nodes."""
+    needs_reward: bool = True
+    """False: the caller passes a reward function as a Python object."""
+    needs_train_files: bool = True
+    """False: the caller passes training rows as Python objects."""
+    has_val_rows: bool = False
+    """True: the caller passes validation rows as Python objects."""
+    check_port: bool = True
+    """Only one process may try the port."""
+
+
+def check_config(config: Config, **launch: Any) -> list[str]:
+    """Check a configuration.
+
+    Args:
+        config: what load_config gave, perhaps changed since. Text, tuples and paths become their keys' types in place.
+        launch: fields of Launch: world_size, num_nodes, gpus_per_node, needs_reward, needs_train_files, has_val_rows,
+            check_port.
+
+    Returns: notices, one line each, about settings that change nothing or that surprise.
+
+    Raises:
+        ConfigError: numbers all faults and proposes batch sizes that satisfy every rule.
+    """
+    return _check(config, Launch(**launch), [])
+
+
+def load_and_check(
+    path: str | os.PathLike | None = None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+    **launch: Any,
+) -> tuple[Config, list[str]]:
+    """Read and check in one go, so that unknown keys, wrong types and broken rules are all in the same message.
+
+    Args: as load_config and check_config. Returns: the configuration and the notices. Raises: ConfigError.
+    """
+    config, faults = read_config(path, overrides, base)
+    return config, _check(config, Launch(**launch), faults)
+
+
+def _check(config: Config, launch: Launch, found: list[Fault]) -> list[str]:
+    """Run every rule; a rule about a key that is already faulty says nothing, since its value is not the user's."""
+    typed, problems = walk(asdict(config), "", interpolated=True)
+    faults = found + problems
+    if problems:  # wrong types in an edited Config would break the arithmetic below
+        raise_faults(faults)
+    fill(config, typed)
+    value_faults, notices = check_values(config)
+    faults += _unless_seen(value_faults, faults)
+    batch = _unless_seen(batch_faults(config, launch.world_size), faults)
+    later = [
+        *batch,
+        *length_faults(config),
+        *pair_faults(config),
+        *val_sampling_faults(config),
+        *launch_faults(config, launch),
+        *required_faults(config, launch.needs_reward, launch.needs_train_files, launch.has_val_rows),
+        *file_faults(config, launch.needs_reward),
+        *(port_faults(config) if launch.check_port else ()),
+    ]
+    faults += _unless_seen(later, faults)
+    raise_faults(faults, working_sizes(config, launch.world_size) if batch else "")
+    return notices + _notices(config, launch)
+
+
+def _unless_seen(new: Sequence[Fault], old: Sequence[Fault]) -> list[Fault]:
+    taken = {key for fault in old for key in fault.keys}
+    return [fault for fault in new if not taken.intersection(fault.keys)]
+
+
+def get(config: Config, key: str) -> Any:
+    """The value at a full dotted path."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def check_values(config: Config) -> tuple[list[Fault], list[str]]:
+    """Faults of single keys (planned, choice, range), and a notice for each neutral key that was set."""
+    faults, notices = [], []
+    for key, option in schema_options().items():
+        value = get(config, key)
+        if value == option.default:
+            continue
+        if option.status == NEUTRAL:
+            notices.append(f"{key} = {_yaml(value)} has no effect in this version: {option.reason}")
+        elif message := _value_problem(option, value):
+            faults.append(Fault((key,), f"{key}: {message}"))
+    return faults, notices
+
+
+def _value_problem(option: Option, value: Any) -> str:
+    """What is wrong with the value of one key, or an empty string."""
+    if option.status == PLANNED:
+        default = _yaml(option.default)
+        return f"{_yaml(value)} is not available in this version: {option.reason}. Remove the key or write {default}"
+    if value is None or option.kind == "dict":
+        return ""
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if isinstance(item, float) and not math.isfinite(item):
+            return f"{item} is not a finite number"
+        if item in option.refused:
+            return f"{item} is not available in this version: {option.refused[item]}. {_choices(option)}"
+        if option.choices and item not in option.choices:
+            close = difflib.get_close_matches(str(item), [str(choice) for choice in option.choices], 1)
+            nearest = f" (did you mean {close[0]}?)" if close else ""
+            reason = f": {option.reason}" if option.reason else ""
+            return f"{_yaml(item)} is not a valid value{nearest}{reason}. {_choices(option)}"
+        if option.rule and not option.rule.holds(item):
+            return f"{_yaml(item)} is out of range; it must be {option.rule.text} (default {_yaml(option.default)})"
+    return ""
+
+
+def _choices(option: Option) -> str:
+    listed = ", ".join(_yaml(choice) for choice in (*option.choices, *([None] if option.optional else [])))
+    return f"Valid: {listed}"
+
+
+def _yaml(value: Any) -> str:
+    """A value as one would write it in the file."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return "[" + ", ".join(_yaml(item) for item in value) + "]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return '""' if value == "" else str(value)
+
+
+def pair_faults(config: Config) -> list[Fault]:
+    """Rules between a few keys of one section."""
+    actor, rollout, trainer, data = config.worker.actor, config.worker.rollout, config.trainer, config.data
+    faults = []
+
+    def need(holds: bool, keys: str, message: Callable[[], str]) -> None:
+        if not holds:
+            faults.append(Fault(tuple(keys.split()), message()))
+
+    betas = actor.optim.betas
+    need(
+        len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        "worker.actor.optim.betas",
+        lambda: f"worker.actor.optim.betas: {_yaml(betas)} must be two numbers of at least 0 and below 1, "
+        "e.g. [0.9, 0.999]",
+    )
+    need(
+        data.min_pixels <= data.max_pixels,
+        "data.min_pixels data.max_pixels",
+        lambda: f"data.min_pixels: {data.min_pixels} is more than data.max_pixels = {data.max_pixels}; "
+        "lower the first or raise the second",
+    )
+    need(
+        rollout.n > 1,
+        "worker.rollout.n",
+        lambda: f"worker.rollout.n: {rollout.n} gives no advantage with algorithm.adv_estimator = grpo, "
+        "which compares the responses of a group; set it to 2 or more, e.g. 5",
+    )
+    steps, warmup = trainer.max_steps, actor.optim.lr_warmup_steps
+    need(
+        steps is None or warmup is None or warmup < steps,
+        "worker.actor.optim.lr_warmup_steps trainer.max_steps",
+        lambda: f"worker.actor.optim.lr_warmup_steps: {warmup} warm-up steps leave none of trainer.max_steps = "
+        f"{steps}; set it to at most {steps - 1}",
+    )
+    need(bool(trainer.logger), "trainer.logger", lambda: "trainer.logger: is empty; write e.g. [console, file]")
+    for key in ("project_name", "experiment_name"):
+        name = getattr(trainer, key)
+        need(
+            bool(name.strip()) and os.sep not in name and name not in (".", ".."),
+            f"trainer.{key}",
+            lambda name=name, key=key: f"trainer.{key}: {name!r} cannot name a folder; use letters, digits, _ - .",
+        )
+    return faults
+
+
+def val_sampling_faults(config: Config) -> list[Fault]:
+    """Faults inside worker.rollout.val_override_config."""
+    section = "worker.rollout.val_override_config"
+    faults = []
+    for name, value in config.worker.rollout.val_override_config.items():
+        key = f"{section}.{name}"
+        if name not in VAL_OVERRIDES:
+            close = difflib.get_close_matches(name, VAL_OVERRIDES, 1)
+            nearest = f"did you mean {close[0]}? " if close else ""
+            faults.append(Fault((key,), f"{key}: unknown key; {nearest}Valid: {', '.join(VAL_OVERRIDES)}"))
+            continue
+        kind, rule = VAL_OVERRIDES[name]
+        if isinstance(value, str) or not fits(value, kind):
+            faults.append(Fault((key,), f"{key}: is {value!r} ({type(value).__name__}); expected {kind}"))
+        elif not rule.holds(value):
+            faults.append(Fault((key,), f"{key}: {_yaml(value)} is out of range; it must be {rule.text}"))
+    return faults
+
+
+def launch_faults(config: Config, launch: Launch) -> list[Fault]:
+    """nnodes and n_gpus_per_node that differ from what the launcher started."""
+    per_node = launch.gpus_per_node or launch.world_size // launch.num_nodes
+    faults = []
+    for key, asked, started, flag, what in (
+        ("trainer.nnodes", config.trainer.nnodes, launch.num_nodes, "--num_machines", "machine(s)"),
+        (
+            "trainer.n_gpus_per_node",
+            config.trainer.n_gpus_per_node,
+            per_node,
+            "--num_processes",
+            "process(es) per machine",
+        ),
+    ):
+        if asked is not None and asked != started:
+            text = (
+                f"{key}: the configuration says {asked}, but the launcher started {started} {what}; "
+                f"set it to null, or start with `accelerate launch {flag}` to match"
+            )
+            faults.append(Fault((key,), text))
+    return faults
+
+
+def _notices(config: Config, launch: Launch) -> list[str]:
+    """Lines about valid settings that change nothing or that surprise."""
+    algorithm, rollout, optim = config.algorithm, config.worker.rollout, config.worker.actor.optim
+    trainer = config.trainer
+    val = sampling_values(config, validation=True)
+    has_val = bool(config.data.val_files) or launch.has_val_rows
+    lines = {
+        "algorithm.use_kl_loss has no effect: algorithm.disable_kl is true": (
+            algorithm.disable_kl and algorithm.use_kl_loss
+        ),
+        "worker.actor.optim.lr_warmup_ratio has no effect: lr_warmup_steps is set": (
+            optim.lr_warmup_steps is not None and optim.lr_warmup_ratio > 0
+        ),
+        "worker.actor.optim.min_lr_ratio has no effect: lr_scheduler_type is constant": (
+            optim.min_lr_ratio is not None and optim.lr_scheduler_type == "constant"
+        ),
+        "trainer.val_before_train has no effect: data.val_files is empty": trainer.val_before_train and not has_val,
+        "worker.rollout.top_p or top_k cuts the distribution that is sampled; the trainer's log-probabilities are of "
+        "the whole one, so training is slightly off-policy": rollout.top_p < 1 or rollout.top_k > 0,
+        "worker.rollout.val_override_config: temperature 0 makes all n validation answers of a prompt the same": (
+            val["temperature"] == 0 and val["n"] > 1
+        ),
+        "trainer.save_model_only is true: these checkpoints cannot be resumed": trainer.save_model_only,
+    }
+    return [line for line, holds in lines.items() if holds]

@@ -1,0 +1,129 @@
+"""Batch arithmetic: every divisibility and length rule, with the numbers filled in and the nearest values that work.
+
+data.rollout_batch_size R and worker.actor.global_batch_size B count prompts; each has n = worker.rollout.n responses.
+A group stays whole on one of the W processes, so that each holds R / W and B / W prompts.
+"""
+
+import math
+from itertools import product
+
+from grpo_vlm.config.faults import Fault
+from grpo_vlm.config.schema import Config
+
+ROLLOUT = "data.rollout_batch_size"
+GLOBAL = "worker.actor.global_batch_size"
+UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
+EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"
+
+
+def batch_faults(config: Config, world_size: int) -> list[Fault]:
+    """One fault for each divisibility rule that is broken. Sizes below 1 are left to the range checks."""
+    actor, n, world = config.worker.actor, config.worker.rollout.n, world_size
+    rollout, update = config.data.rollout_batch_size, actor.global_batch_size
+    faults = []
+    if update > 0 and rollout % update:
+        faults.append(_indivisible(ROLLOUT, rollout, GLOBAL, update, "so that updates use whole batches"))
+    for key, value in ((ROLLOUT, rollout), (GLOBAL, update)):
+        if value % world:
+            reason = "so that each process holds whole groups"
+            faults.append(_indivisible(key, value, "the number of processes", world, reason))
+    for micro_key, micro, key, prompts in (
+        (UPDATE, actor.micro_batch_size_per_device_for_update, GLOBAL, update),
+        (EXPERIENCE, actor.micro_batch_size_per_device_for_experience, ROLLOUT, rollout),
+    ):
+        if prompts % world or min(prompts, n, micro) < 1:
+            continue  # another fault says so; there is no number to divide
+        samples = prompts // world * n
+        if samples % micro:
+            below, above = nearest_divisors(samples, micro)
+            nearest = " or ".join(str(value) for value in dict.fromkeys((below, above)))
+            text = (
+                f"{micro_key}: {micro} does not divide the {samples} samples of one process "
+                f"({key} {prompts} / {world} processes x worker.rollout.n {n}); nearest that work: {nearest}"
+            )
+            faults.append(Fault((micro_key, key, "worker.rollout.n"), text))
+    return faults
+
+
+def _indivisible(key: str, value: int, by_key: str, by: int, reason: str) -> Fault:
+    below, above = nearest_multiples(value, by)
+    nearest = " or ".join(str(item) for item in dict.fromkeys((below, above)))
+    text = (
+        f"{key}: {value} is not a multiple of {by_key} = {by}, {reason} "
+        f"({value} = {value // by} x {by} + {value % by}); nearest that work: {nearest}"
+    )
+    return Fault((key, by_key), text)
+
+
+def nearest_multiples(value: int, by: int) -> tuple[int, int]:
+    """The nearest positive multiples of `by` from below and above; equal when only one exists or value is one."""
+    above = -(-value // by) * by
+    return max(value // by * by, by), above
+
+
+def nearest_divisors(number: int, value: int) -> tuple[int, int]:
+    """The nearest divisors of `number` from below and above `value`; equal when only one exists or value is one."""
+    divisors = [item for item in range(1, number + 1) if number % item == 0]
+    below = max(item for item in divisors if item <= value)
+    return below, min((item for item in divisors if item >= value), default=below)
+
+
+def working_sizes(config: Config, world_size: int) -> str:
+    """One line with four batch sizes that satisfy every rule: fewest changed from the given ones, then nearest."""
+    actor, n = config.worker.actor, max(config.worker.rollout.n, 1)
+    sizes = (
+        config.data.rollout_batch_size,
+        actor.global_batch_size,
+        actor.micro_batch_size_per_device_for_update,
+        actor.micro_batch_size_per_device_for_experience,
+    )
+    wanted = tuple(max(size, 1) for size in sizes)
+    rollout, update = wanted[:2]
+    updates = set(nearest_multiples(update, world_size))
+    if rollout % world_size == 0:
+        updates |= {
+            item * world_size for item in nearest_divisors(rollout // world_size, max(update // world_size, 1))
+        }
+    candidates = [
+        (new_rollout, new_update, micro_update, micro_experience)
+        for new_update in sorted(updates, reverse=True)
+        for new_rollout in nearest_multiples(rollout, new_update)
+        for micro_update, micro_experience in product(
+            nearest_divisors(new_update // world_size * n, wanted[2]),
+            nearest_divisors(new_rollout // world_size * n, wanted[3]),
+        )
+    ]
+
+    def distance(candidate: tuple[int, ...]) -> tuple[int, float]:
+        pairs = list(zip(candidate, wanted, strict=True))
+        return sum(new != old for new, old in pairs), sum(abs(math.log(new / old)) for new, old in pairs)
+
+    best = min(candidates, key=distance)
+    pairs = zip((ROLLOUT, GLOBAL, UPDATE, EXPERIENCE), best, strict=True)
+    text = " ".join(f"{key}={value}" for key, value in pairs)
+    return f"Batch sizes that satisfy every rule with {world_size} process(es) and n = {n}: {text}"
+
+
+def length_faults(config: Config) -> list[Fault]:
+    """Rules between the lengths of prompt and response and the engine's limits."""
+    data, rollout = config.data, config.worker.rollout
+    total = data.max_prompt_length + data.max_response_length
+    prompt, response = data.max_prompt_length, data.max_response_length
+    sums = f"data.max_prompt_length {prompt} + data.max_response_length {response} = {total}"
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    faults = []
+    for name in ("max_num_batched_tokens", "max_model_len"):
+        limit, key = getattr(rollout, name), f"worker.rollout.{name}"
+        if limit is not None and limit < total:
+            text = f"{key}: {limit} is less than {sums}; set it to at least {total} or shorten one of them"
+            faults.append(Fault((key, *lengths), text))
+    max_tokens = rollout.val_override_config.get("max_tokens")
+    room = (rollout.max_model_len or total) - prompt
+    if isinstance(max_tokens, int) and max_tokens > room:
+        key = "worker.rollout.val_override_config.max_tokens"
+        text = (
+            f"{key}: {max_tokens} does not fit; after data.max_prompt_length {prompt} the engine has room for {room} "
+            f"tokens; lower it, or set worker.rollout.max_model_len to {prompt + max_tokens}"
+        )
+        faults.append(Fault((key, *lengths), text))
+    return faults

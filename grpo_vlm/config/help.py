@@ -1,0 +1,118 @@
+"""Text of --help and of docs/options.md, made from the schema so that it cannot drift.
+
+python -m grpo_vlm.config.help                              # the text of --help
+python -m grpo_vlm.config.help --markdown > docs/options.md
+"""
+
+import argparse
+import textwrap
+
+from grpo_vlm.config.load import schema_options
+from grpo_vlm.config.options import NEUTRAL, PLANNED, WORKS, Option
+
+_MARKS = {WORKS: "", NEUTRAL: " [no effect in this version]", PLANNED: " [not available in this version]"}
+
+_INTRO = """# Options
+
+<!-- Generated: python -m grpo_vlm.config.help --markdown > docs/options.md -->
+
+Every key of the configuration. Names, sections and defaults are EasyR1's. Values come from the schema's defaults, then
+`--config FILE`, then `key=value` arguments with the full dotted key; later ones win.
+
+Defaults that differ from EasyR1's:
+
+| key | here | EasyR1 | why |
+|---|---|---|---|
+| `worker.rollout.tensor_parallel_size` | null (1) | 2 | small models need no split |
+| `worker.rollout.dtype` | auto | bf16 | float32 on a CPU |
+| `trainer.logger` | [console, file, tensorboard] | [console, wandb] | works without an account |
+| `trainer.nnodes`, `trainer.n_gpus_per_node` | null | 1, 8 | the launcher's; another number is an error |
+
+Keys that EasyR1 does not have: `data.system_prompt`, `worker.rollout.port`, `worker.rollout.start_timeout_s`,
+`worker.rollout.request_timeout_s`, `worker.rollout.cpu_kv_cache_gb`.
+
+`trainer.max_steps`, `val_freq`, `save_freq`, checkpoints, resume and the learning-rate schedule count rollout steps.
+
+Status: *works*; *neutral*: accepted, and a line at the start says that it has no effect in this version;
+*planned*: refused with its reason when set to anything but the default.
+"""
+
+
+def format_help() -> str:
+    """Every key with type, default and help: the common ones first, then all in the order of the schema."""
+    found = schema_options().values()
+    common = [item for item in found if item.common]
+    lines = [
+        "Configuration: defaults < --config FILE < key=value. Keys and defaults are EasyR1's.",
+        "",
+        f"The {len(common)} common keys:",
+        *(line for item in common for line in _entry(item)),
+        "",
+        "All other keys:",
+        *(line for item in found if not item.common for line in _entry(item)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def format_markdown() -> str:
+    """The text of docs/options.md."""
+    parts = [_INTRO]
+    common = [item for item in schema_options().values() if item.common]
+    parts.append("## The common keys\n\n" + _table(common))
+    for title in dict.fromkeys(_section(item) for item in schema_options().values()):
+        rows = [item for item in schema_options().values() if _section(item) == title]
+        parts.append(f"## {title}\n\n" + _table(rows))
+    return "\n".join(parts)
+
+
+def _section(item: Option) -> str:
+    """Heading of a key: its section, two levels deep below worker."""
+    parts = item.key.split(".")[:-1]
+    return ".".join(parts[:2])
+
+
+def _table(rows: list[Option]) -> str:
+    lines = ["| key | default | type | status | help |", "|---|---|---|---|---|"]
+    for item in rows:
+        cells = (f"`{item.key}`", f"`{default_text(item)}`", item.type_text, item.status, _about(item))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _entry(item: Option) -> list[str]:
+    head = f"  {item.key}  ({item.type_text}, default {default_text(item)})"
+    body = _about(item) + _MARKS[item.status]
+    return [head, *textwrap.wrap(body, 112, initial_indent="      ", subsequent_indent="      ")]
+
+
+def _about(item: Option) -> str:
+    """Help, choices, range, example and the reason of a key that does not work yet, as sentences."""
+    parts = [item.help]
+    if item.choices:
+        parts.append(f"Valid: {', '.join(str(choice).lower() for choice in item.choices)}.")
+    if item.rule:
+        parts.append(f"Must be {item.rule.text}.")
+    if item.example:
+        parts.append(f"E.g. {item.example}")
+    if item.status != WORKS:
+        parts.append(f"({item.status}: {item.reason})")
+    return " ".join(parts)
+
+
+def default_text(item: Option) -> str:
+    """A key's default as one writes it in YAML."""
+    if item.default is None or isinstance(item.default, bool):
+        return {None: "null", True: "true", False: "false"}[item.default]
+    if isinstance(item.default, list):
+        return "[" + ", ".join(str(value) for value in item.default) + "]"
+    return '""' if item.default == "" else str(item.default)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="List every key of the configuration.")
+    parser.add_argument("--markdown", action="store_true", help="as the text of docs/options.md")
+    print(format_markdown() if parser.parse_args().markdown else format_help(), end="")
+
+
+if __name__ == "__main__":
+    main()

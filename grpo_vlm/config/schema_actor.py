@@ -1,0 +1,181 @@
+"""Schema of worker.actor, worker.ref and worker.critic: the model, the optimizer, the loss and the memory they use."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_vlm.config.options import (
+    NEUTRAL,
+    above,
+    at_least,
+    between,
+    from_to_below,
+    option,
+    planned,
+    section,
+)
+
+_LORA = "LoRA arrives with the LoRA work; all weights are trained"
+_SHARDING = "the launcher's file in accelerate_configs/ decides the sharding"
+_OFFLOAD = "offloading between phases arrives with the memory work; accelerate_configs/ has a file that offloads"
+_LOSSES = "arrives with the algorithms work; this version has the default loss"
+_PACKING = "every micro-batch is padded in this version; packing arrives with the speed work"
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters."""
+
+    rank: int = planned(0, "Rank of the adapters. 0: train all weights.", _LORA)
+    alpha: int = planned(64, "Scale of the adapters.", _LORA)
+    target_modules: str = planned("all-linear", "Modules that get adapters.", _LORA)
+    exclude_modules: str | None = planned(None, "Regular expression of modules that get none.", _LORA)
+
+
+@dataclass
+class ModelConfig:
+    """Which model, and how it is loaded."""
+
+    model_path: str | None = option(
+        None, "Folder or hub id of the model.", common=True, example="Qwen/Qwen2.5-VL-3B-Instruct"
+    )
+    tokenizer_path: str | None = option(None, "Folder or hub id of the tokenizer and processor. null: model_path.")
+    override_config: dict[str, Any] = option({}, "Entries of the model's config.json to replace.")
+    enable_gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
+    trust_remote_code: bool = option(True, "Run Python code that comes with the model.")
+    freeze_vision_tower: bool = option(False, "Do not train the vision tower and its merger.")
+    lora: LoraConfig = section(LoraConfig)
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning rate, which is constant within one rollout step."""
+
+    lr: float = option(1e-6, "Peak learning rate.", rule=above(0), common=True)
+    betas: list[float] = option([0.9, 0.999], "AdamW's two betas.")
+    weight_decay: float = option(1e-2, "AdamW's weight decay.", rule=at_least(0))
+    strategy: str = option(
+        "adamw",
+        "Optimizer.",
+        choices=("adamw",),
+        refused={"adamw_bf16": "AdamW with bf16 states arrives with the memory work"},
+    )
+    lr_warmup_ratio: float = option(
+        0.0, "Share of the rollout steps in which the rate rises from 0.", rule=from_to_below(0, 1)
+    )
+    lr_warmup_steps: int | None = option(
+        None, "Rollout steps in which the rate rises from 0; replaces lr_warmup_ratio.", rule=at_least(0)
+    )
+    min_lr_ratio: float | None = option(None, "Where the cosine ends, as a share of lr. null: 0.", rule=between(0, 1))
+    lr_scheduler_type: str = option(
+        "constant", "Course of the rate after the warm-up.", choices=("constant", "cosine")
+    )
+
+
+@dataclass
+class FSDPConfig:
+    """Precision. EasyR1's sharding keys exist, but the launcher's accelerate_configs/ file decides the sharding."""
+
+    enable_full_shard: bool = planned(True, "Shard parameters as well as gradients and optimizer states.", _SHARDING)
+    enable_cpu_offload: bool = planned(False, "Keep sharded parameters in CPU memory.", _SHARDING)
+    enable_rank0_init: bool = planned(True, "Load the weights on the first process only.", _SHARDING)
+    use_orig_params: bool = planned(False, "Keep the original parameters in FSDP.", _SHARDING)
+    torch_dtype: str | None = option(
+        None,
+        "Type of the trained weights. null or float32: float32 masters; bf16: half the memory, coarser updates.",
+        choices=("fp32", "float32", "bf16", "bfloat16"),
+    )
+    fsdp_size: int = planned(-1, "Devices per shard group.", _SHARDING)
+    mp_param_dtype: str = option(
+        "bf16",
+        "Type of the computation. bf16: bf16 autocast on an accelerator (float32 on a CPU); float32: none.",
+        choices=("bf16", "bfloat16", "fp32", "float32"),
+    )
+    mp_reduce_dtype: str = planned("fp32", "Type in which gradients are summed over devices.", _SHARDING)
+    mp_buffer_dtype: str = planned("fp32", "Type of the model's buffers.", _SHARDING)
+
+
+@dataclass
+class OffloadConfig:
+    """Moving tensors to CPU memory between the phases of a step."""
+
+    offload_params: bool = planned(False, "Move the weights to CPU memory between phases.", _OFFLOAD)
+    offload_optimizer: bool = planned(False, "Move the optimizer states to CPU memory between phases.", _OFFLOAD)
+
+
+@dataclass
+class ActorConfig:
+    """The policy's update."""
+
+    strategy: str = option("fsdp", "EasyR1's only value; the launcher's accelerate config decides.", choices=("fsdp",))
+    global_batch_size: int = option(
+        256,
+        "Prompts per optimizer update, over all devices (times worker.rollout.n samples).",
+        rule=at_least(1),
+        common=True,
+    )
+    micro_batch_size_per_device_for_update: int = option(
+        4, "Samples per forward and backward pass on one device.", rule=at_least(1), common=True
+    )
+    micro_batch_size_per_device_for_experience: int = option(
+        16, "Samples per forward pass for log-probabilities on one device.", rule=at_least(1), common=True
+    )
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", rule=above(0))
+    clip_ratio_low: float = option(0.2, "The importance ratio is clipped below at 1 - this.", rule=from_to_below(0, 1))
+    clip_ratio_high: float = option(0.3, "The importance ratio is clipped above at 1 + this.", rule=above(0))
+    clip_ratio_dual: float = option(
+        3.0, "Bound of the loss when the advantage is negative, times |advantage|.", rule=above(1)
+    )
+    loss_avg_mode: str = option(
+        "token",
+        "Mean of the loss over all tokens of the batch (token), or over samples (seq).",
+        choices=("token", "seq"),
+    )
+    loss_type: str = option(
+        "default",
+        "Policy loss: default = dual-clip PPO.",
+        choices=("default",),
+        refused=dict.fromkeys(("gspo", "gspo_token", "cispo", "sapo"), _LOSSES),
+    )
+    tau_positive: float = planned(1.0, "SAPO's temperature for positive advantages.", _LOSSES)
+    tau_negative: float = planned(1.05, "SAPO's temperature for negative advantages.", _LOSSES)
+    ppo_epochs: int = option(1, "Passes over each rollout batch.", rule=at_least(1))
+    padding_free: bool = option(True, "Compute on samples without padding.", status=NEUTRAL, reason=_PACKING)
+    dynamic_batching: bool = option(True, "Group samples by length.", status=NEUTRAL, reason=_PACKING)
+    ulysses_size: int = planned(1, "Devices that share one sequence.", "no vision-language model runs with it")
+    use_torch_compile: bool = option(
+        True, "Compile the log-probability kernel.", status=NEUTRAL, reason="nothing is compiled in this version"
+    )
+    model: ModelConfig = section(ModelConfig)
+    optim: OptimConfig = section(OptimConfig)
+    fsdp: FSDPConfig = section(FSDPConfig)
+    offload: OffloadConfig = section(OffloadConfig)
+
+
+@dataclass
+class RefConfig:
+    """The reference model of the KL term. Its micro-batch is the actor's for experience."""
+
+    strategy: str = option("fsdp", "EasyR1's only value.")
+    fsdp: FSDPConfig = section(FSDPConfig)
+    offload: OffloadConfig = section(OffloadConfig)
+
+
+@dataclass
+class CriticConfig:
+    """The value model of gae."""
+
+    strategy: str = option("fsdp", "EasyR1's only value.")
+    global_batch_size: int = option(256, "Prompts per update of the critic.")
+    micro_batch_size_per_device_for_update: int = option(4, "Samples per forward and backward pass on one device.")
+    micro_batch_size_per_device_for_experience: int = option(16, "Samples per forward pass for values on one device.")
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.")
+    cliprange_value: float = option(0.5, "Clip range of the value loss.")
+    loss_avg_mode: str = option("token", "Mean of the loss over tokens or samples.")
+    ppo_epochs: int = option(1, "Passes over each rollout batch.")
+    padding_free: bool = option(False, "Compute on samples without padding.")
+    dynamic_batching: bool = option(True, "Group samples by length.")
+    ulysses_size: int = option(1, "Devices that share one sequence.")
+    model: ModelConfig = section(ModelConfig)
+    optim: OptimConfig = section(OptimConfig)
+    fsdp: FSDPConfig = section(FSDPConfig)
+    offload: OffloadConfig = section(OffloadConfig)

@@ -1,0 +1,93 @@
+"""Schema of worker.rollout (generation) and worker.reward (scoring)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_vlm.config.options import NEUTRAL, Rule, above, above_to, at_least, between, off_or_at_least, option
+
+
+@dataclass
+class RolloutConfig:
+    """How responses are generated."""
+
+    name: str = option(
+        "vllm",
+        "Engine: vllm (a server process that the trainer starts) or transformers (the trained model itself, slower).",
+        choices=("vllm", "transformers"),
+        refused={"sglang": "this version generates with vllm or transformers"},
+    )
+    n: int = option(
+        1, "Responses per prompt, the group. grpo needs at least 2.", rule=at_least(1), common=True, example="8"
+    )
+    temperature: float = option(1.0, "Sampling temperature in training.", rule=above(0), common=True)
+    top_p: float = option(1.0, "Keep the most likely tokens up to this probability. 1: all.", rule=above_to(0, 1))
+    top_k: int = option(-1, "Keep this many most likely tokens. -1: all.", rule=off_or_at_least(1))
+    seed: int = option(1, "Seed of the sampling.", rule=at_least(0))
+    limit_images: int = option(
+        0, "Most images per prompt that the engine accepts. 0: as many as the rows have.", rule=at_least(0)
+    )
+    dtype: str = option(
+        "auto",
+        "Type of the engine's weights. auto: bf16 on an accelerator, float32 on a CPU.",
+        choices=("auto", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"),
+    )
+    gpu_memory_utilization: float = option(
+        0.6, "Share of the GPU's memory that the engine takes for weights and cache.", rule=above_to(0, 1), common=True
+    )
+    ignore_eos: bool = option(False, "Generate up to max_response_length even after the end token (for benchmarks).")
+    enforce_eager: bool = option(False, "Start faster, without compiled graphs; generation is slower on a GPU.")
+    enable_chunked_prefill: bool = option(False, "Let the engine split long prompts over several passes.")
+    tensor_parallel_size: int | None = option(
+        None,
+        "Devices that share one engine. null: 1.",
+        choices=(1,),
+        reason="an engine spread over several devices arrives with the server work",
+    )
+    max_model_len: int | None = option(
+        None, "Longest prompt + response. null: max_prompt_length + max_response_length.", rule=at_least(1)
+    )
+    max_num_batched_tokens: int = option(8192, "Most tokens in one pass of the engine.", rule=at_least(1))
+    disable_log_stats: bool = option(True, "No engine statistics in vllm.log.")
+    disable_tqdm: bool = option(
+        False, "No progress bar.", status=NEUTRAL, reason="the console shows its own progress and no bar"
+    )
+    val_override_config: dict[str, Any] = option(
+        {},
+        "Sampling in validation where it differs: temperature, top_p, top_k, n, max_tokens.",
+        example="{temperature: 0.6, top_p: 0.95, n: 1}",
+    )
+    port: int | None = option(
+        None, "Port of the engine's server on this machine. null: a free one.", rule=between(1, 65535)
+    )
+    start_timeout_s: float = option(600.0, "Seconds the engine may take to start.", rule=above(0))
+    request_timeout_s: float = option(600.0, "Seconds one request may take.", rule=above(0))
+    cpu_kv_cache_gb: float = option(1.0, "Cache of the engine on a CPU, in GiB.", rule=above(0))
+
+
+# The inner keys of val_override_config: name -> (type, rule). Temperature 0 is greedy decoding.
+VAL_OVERRIDES: dict[str, tuple[str, Rule]] = {
+    "temperature": ("float", at_least(0)),
+    "top_p": ("float", above_to(0, 1)),
+    "top_k": ("int", off_or_at_least(1)),
+    "n": ("int", at_least(1)),
+    "max_tokens": ("int", at_least(1)),
+}
+
+
+@dataclass
+class RewardConfig:
+    """How responses are scored."""
+
+    reward_function: str | None = option(
+        None,
+        "FILE.py:function (function is main by default) or package.module:function.",
+        common=True,
+        example="./rewards/geo3k.py:compute_score",
+    )
+    reward_function_kwargs: dict[str, Any] = option(
+        {}, "Keyword arguments passed to the reward function at each call."
+    )
+    skip_special_tokens: bool = option(True, "Leave special tokens out of the text that is scored.")
+    num_cpus: int = option(
+        1, "Cores of the reward worker.", status=NEUTRAL, reason="rewards are computed in the training process"
+    )
