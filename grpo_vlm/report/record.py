@@ -1,0 +1,71 @@
+"""The numbers and samples of one rollout step.
+
+Everything that is shown anywhere (console line, metrics.jsonl, samples.jsonl, TensorBoard) comes from a StepRecord, so
+the outputs of a run cannot disagree with each other. Plain data, readable without this package: one flat JSON object
+per line.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with one answer, as written to samples.jsonl.
+
+    `split` is "train" or "val"; `scores` holds every part the reward returned, "overall" among them; `advantage` is
+    None where none exists (validation); `response_length` counts tokens; `finish_reason` is "stop" or "length".
+    """
+
+    step: int
+    split: str
+    row_id: str
+    prompt: str
+    response: str
+    ground_truth: str
+    scores: dict[str, float]
+    advantage: float | None
+    response_length: int
+    finish_reason: str
+
+    def to_json(self) -> str:
+        """One line of strict JSON without its newline; non-finite numbers become null."""
+        return _dump(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One rollout step: its `metrics` under EasyR1's names, some of its `samples`, and its `seconds` by phase.
+
+    `step` counts from 1; 0 is the validation before training. The phases are EasyR1's (gen, reward, old, ref, adv,
+    update_actor, validation, save_checkpoint) and ours (sync); "step" is the whole step with all of them.
+    """
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def scalars(self) -> dict[str, float]:
+        """Every number of the step under its full name: the phases as timing_s/PHASE, then `metrics`."""
+        return {**{f"timing_s/{phase}": value for phase, value in self.seconds.items()}, **self.metrics}
+
+    def to_json(self) -> str:
+        """One line of strict JSON without its newline: {"step": 3, "timing_s/gen": 2.1, "reward/overall": 0.4}."""
+        return _dump({"step": self.step, **self.scalars()})
+
+
+def _dump(row: dict[str, Any]) -> str:
+    return json.dumps(_strict(row), ensure_ascii=False, allow_nan=False)
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no NaN: a non-finite float becomes None, so that one diverged number leaves the line readable."""
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
