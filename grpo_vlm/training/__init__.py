@@ -1,0 +1,1 @@
+"""The training loop: collect rollouts, batch them, update the policy, validate, save."""

@@ -1,0 +1,75 @@
+"""The configuration in the terms of TRL's GRPOConfig: what the inherited trainer reads. One trainer step is one
+optimizer update."""
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from trl import GRPOConfig
+
+from grpo_vlm.config import Config, updates_per_step
+
+
+def launched_with_deepspeed() -> bool:
+    """Whether `accelerate launch` started this process for DeepSpeed."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
+
+
+def training_arguments(config: Config, output_dir: Path, rollout_steps: int, world_size: int) -> GRPOConfig:
+    """GRPOConfig for `rollout_steps` steps. Saving, logging and evaluation are ours, so TRL's are switched off; so
+    is its reference model (beta 0) and its own generation."""
+    actor = config.worker.actor
+    on_cpu = not torch.accelerator.is_available()
+    deepspeed = launched_with_deepspeed()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # `mp_param_dtype` decides, not the launcher's file
+    return GRPOConfig(
+        output_dir=str(output_dir),
+        per_device_train_batch_size=actor.global_batch_size // world_size * config.worker.rollout.n,
+        gradient_accumulation_steps=1,
+        num_generations=config.worker.rollout.n,
+        max_completion_length=config.data.max_response_length,
+        temperature=config.worker.rollout.temperature or 1.0,
+        max_steps=rollout_steps * updates_per_step(config),
+        learning_rate=actor.optim.lr,
+        adam_beta1=actor.optim.betas[0],
+        adam_beta2=actor.optim.betas[1],
+        weight_decay=actor.optim.weight_decay,
+        optim="adamw_torch" if on_cpu else "adamw_torch_fused",
+        max_grad_norm=actor.max_grad_norm,
+        gradient_checkpointing=actor.model.enable_gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        bf16=not on_cpu and actor.fsdp.mp_param_dtype in ("bf16", "bfloat16"),
+        fp16=not on_cpu and actor.fsdp.mp_param_dtype in ("fp16", "float16"),
+        use_cpu=on_cpu and not deepspeed,
+        accelerator_config={"use_configured_state": on_cpu and deepspeed},
+        seed=config.worker.rollout.seed,
+        beta=0.0,
+        use_vllm=False,
+        remove_unused_columns=False,
+        eval_strategy="no",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+        trust_remote_code=actor.model.trust_remote_code,
+    )
+
+
+def learning_rate_factor(config: Config, step: int, rollout_steps: int) -> float:
+    """The schedule at rollout step `step` (from 0), as a factor of `lr`: linear warm-up, then constant or a cosine
+    down to `min_lr_ratio`.
+
+    EasyR1 advances its scheduler once per rollout step as well; its first warm-up step has rate 0, here it has 1 /
+    warm-up, so that no step is without effect.
+    """
+    optim = config.worker.actor.optim
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps is not None else int(optim.lr_warmup_ratio * rollout_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if optim.lr_scheduler_type == "constant":
+        return 1.0
+    progress = (step - warmup) / max(1, rollout_steps - warmup)
+    floor = optim.min_lr_ratio or 0.0
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

@@ -1,0 +1,70 @@
+"""A checkpoint is `global_step_N/model/`, which transformers loads as it is, and `global_step_N/state/`, which an
+exact resume needs. Written beside and renamed when complete."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from grpo_vlm.config import Config
+from grpo_vlm.errors import ConfigError
+from grpo_vlm.report.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from grpo_vlm.training.trainer import GRPOVLMTrainer
+
+
+STEP_PREFIX = "global_step_"
+
+
+def save(trainer: "GRPOVLMTrainer", folder: RunFolder, step: int, *, score: float | None) -> Path:
+    """Writes the checkpoint of rollout step `step`; every process calls it. `score` is the validation reward of
+    these weights, if known."""
+    config = trainer.config.trainer
+    temporary = folder.begin_checkpoint(step)
+    trainer.accelerator.wait_for_everyone()
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # a collective under ZeRO-3 and FSDP
+    if trainer.accelerator.is_main_process:
+        model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+        model.save_pretrained(temporary / "model", state_dict=weights)
+        trainer.processing_class.save_pretrained(temporary / "model")
+    del weights
+    if not config.save_model_only:
+        state = temporary / "state"
+        state.mkdir(exist_ok=True)
+        trainer._save_optimizer_and_scheduler(str(state))
+        trainer._save_rng_state(str(state))
+        if trainer.accelerator.is_main_process:
+            trainer.state.save_to_json(str(state / TRAINER_STATE_NAME))
+    trainer.accelerator.wait_for_everyone()
+    path = folder.finish_checkpoint(step, score=score)
+    folder.prune(config.save_limit)
+    trainer.accelerator.wait_for_everyone()
+    return path
+
+
+def find_resume(config: Config, folder_path: Path, last_step: int | None) -> tuple[int, Path] | None:
+    """Step and path of the checkpoint to go on from: `trainer.load_checkpoint_path`, or the run folder's last one
+    when `find_last_checkpoint`; None starts afresh.
+
+    Raises:
+        ConfigError: the checkpoint is absent or has no optimizer state.
+    """
+    named = config.trainer.load_checkpoint_path
+    if named:
+        path = Path(named)
+        step = int(path.name.removeprefix(STEP_PREFIX))
+    elif config.trainer.find_last_checkpoint and last_step is not None:
+        path, step = folder_path / f"{STEP_PREFIX}{last_step}", last_step
+    else:
+        return None
+    key = "trainer.load_checkpoint_path" if named else "trainer.find_last_checkpoint"
+    if not (path / "model").is_dir():
+        raise ConfigError(f"{key}: {path} has no folder model/. Name a global_step_N folder that this trainer wrote.")
+    if not (path / "state" / TRAINER_STATE_NAME).is_file():
+        raise ConfigError(
+            f"{key}: {path} was saved with trainer.save_model_only=true, so the optimizer's state is not there."
+            f" Start a new run from the weights with worker.actor.model.model_path={path / 'model'} and another"
+            " trainer.experiment_name."
+        )
+    return step, path

@@ -1,0 +1,72 @@
+"""Prompts -> completions -> scores. Training and validation both collect through here."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grpo_vlm.config import Config, sampling_values
+from grpo_vlm.data.rows import Prompt
+from grpo_vlm.rewards.loader import Reward, RewardSample
+from grpo_vlm.rollout.engine import Engine
+from grpo_vlm.rollout.types import Completion, Request, Sampling, request_seed
+from grpo_vlm.training.batch import Group
+
+
+def sampling(config: Config, *, validation: bool = False) -> Sampling:
+    """How training rollouts, or validation answers under `worker.rollout.val_override_config`, are drawn."""
+    return Sampling(**sampling_values(config, validation=validation), ignore_eos=config.worker.rollout.ignore_eos)
+
+
+class Collector:
+    """Generates with the engine and scores with the reward; knows nothing of training."""
+
+    def __init__(self, config: Config, engine: Engine, reward: Reward, tokenizer: Any):
+        self.engine, self.reward, self.tokenizer = engine, reward, tokenizer
+        self.seed = config.worker.rollout.seed
+        self.skip_special_tokens = config.worker.reward.skip_special_tokens
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        purpose: str,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """`sampling.n` completions for each prompt, in the order of `prompts`. The seed of a request depends on the
+        run's seed, the step, the row and the purpose alone."""
+        requests = [
+            Request(prompt, sampling, request_seed(self.seed, step, prompt.row_id, purpose)) for prompt in prompts
+        ]
+        return self.engine.generate(requests, on_progress)
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
+        """Calls the reward once with all samples of this rank."""
+        samples = [
+            self.sample(prompt, completion)
+            for prompt, row in zip(prompts, completions, strict=True)
+            for completion in row
+        ]
+        scores = iter(self.reward(samples))
+        return [
+            Group(prompt, tuple(row), tuple(next(scores) for _ in row))
+            for prompt, row in zip(prompts, completions, strict=True)
+        ]
+
+    def sample(self, prompt: Prompt, completion: Completion) -> RewardSample:
+        """What the reward sees of one completion."""
+        return RewardSample(
+            response=self.text(completion),
+            response_length=len(completion.token_ids),
+            token_ids=completion.token_ids,
+            ground_truth=prompt.ground_truth,
+            prompt_messages=prompt.messages,
+            prompt_text=prompt.text,
+            columns=prompt.columns,
+            images=prompt.images,
+            row_id=prompt.row_id,
+        )
+
+    def text(self, completion: Completion) -> str:
+        """The answer as the reward reads it."""
+        return self.tokenizer.decode(completion.token_ids, skip_special_tokens=self.skip_special_tokens)

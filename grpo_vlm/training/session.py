@@ -1,0 +1,228 @@
+"""The parts of one run, built in order: reward, processor, rows, run folder, model, trainer. Whatever was opened is
+closed again.
+
+The order is the point: what a user can have got wrong is found before a model loads, and before anything is written.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers.utils.logging import disable_progress_bar
+
+from grpo_vlm.config import Config, run_folder, to_yaml, updates_per_step
+from grpo_vlm.data.dataset import PromptDataset
+from grpo_vlm.data.sampler import steps_per_epoch
+from grpo_vlm.errors import ConfigError, DataError, RewardError
+from grpo_vlm.model.load import load_policy, load_processor, load_reference
+from grpo_vlm.report.console import Console
+from grpo_vlm.report.record import Sample
+from grpo_vlm.report.run_folder import RunFolder, last_checkpoint
+from grpo_vlm.report.trackers import make_trackers
+from grpo_vlm.rewards.loader import RewardSample, load_reward
+from grpo_vlm.training import checkpoint
+from grpo_vlm.training.arguments import launched_with_deepspeed
+from grpo_vlm.training.trainer import GRPOVLMTrainer
+
+SHOWN_SAMPLES = 5
+LAST_LINES = 500
+REWARD_TRIALS = 4  # rows on which the reward is called before anything heavy
+
+
+def quieten() -> None:
+    """Silences what the libraries print on every run and nobody needs: bars of loading and saving, and that the
+    tokenizer's end-of-turn token joins the model's list of end tokens.
+    """
+    disable_progress_bar()
+    logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
+
+
+class Session:
+    """Everything of one run. Use as a context manager."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        notices: Sequence[str] = (),
+        train_rows: Sequence[Mapping[str, Any]] | None = None,
+        val_rows: Sequence[Mapping[str, Any]] | None = None,
+        reward: Callable | None = None,
+    ):
+        quieten()
+        self.config, self.stack = config, ExitStack()
+        self.world_size, self.is_main = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0)) == 0
+        self.console = Console(enabled=self.is_main)
+        for notice in notices:
+            self.console.note(notice)
+        self.reward = load_reward(
+            reward or config.worker.reward.reward_function, dict(config.worker.reward.reward_function_kwargs)
+        )
+        processor = load_processor(config)
+        self.train_set = self._rows("data.train_files", train_rows or config.data.train_files, processor)
+        val_source = val_rows or config.data.val_files
+        self.val_set = self._rows("data.val_files", val_source, processor) if val_source else None
+        self.rollout_steps = self._count_steps()
+        self._try_reward()
+        path = run_folder(config)
+        resume = checkpoint.find_resume(config, path, last_checkpoint(path))
+        self.resume_step, self.resume_path = resume or (None, None)
+        self.folder = RunFolder.open(
+            path, resume_step=self.resume_step, config_yaml=to_yaml(config), write=self.is_main
+        )
+        self.stack.callback(self.folder.close)
+        for change in self.folder.config_changes:
+            self.console.warn(f"changed since the run began: {change}")
+        for name, count in self.folder.superseded.items():
+            self.console.note(f"{name}: {count} entries after step {self.resume_step} were moved aside")
+        try:
+            self.trainer = self._build_trainer(processor)
+        except BaseException:
+            self.folder.abandon()
+            raise
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
+
+    def train(self) -> None:
+        """Starts the engine and trains to the last rollout step."""
+        self._show_start()
+        done = self.resume_step is not None and self.resume_step >= self.rollout_steps
+        if done and not self.config.trainer.val_only:
+            self.console.note(f"{self.folder.path} has all {self.rollout_steps} steps already; nothing to do.")
+            return
+        try:
+            self.trainer.engine.start()
+            state = None if self.resume_path is None else str(self.resume_path / "state")
+            self.trainer.train(resume_from_checkpoint=state)
+        except (ConfigError, DataError, RewardError):  # an engine's failure leaves its log, to be read
+            self.folder.abandon()  # removes the folder only when no step was recorded
+            raise
+
+    def validations(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The val/ metrics of the run's first and last validation, read from metrics.jsonl; empty where there was
+        none."""
+        path = self.folder.metrics_path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        found = [
+            {name: value for name, value in record.items() if name.startswith("val/")}
+            for record in map(json.loads, lines)
+            if "val/reward_score" in record
+        ]
+        return (found[0], found[-1]) if found else ({}, {})
+
+    def show_end(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Held-out scores before and after, sample answers, where the files are."""
+        self.console.finish(before, after, self._last_samples(), self.folder.path)
+
+    def _last_samples(self) -> list[Sample]:
+        """A few answers of the last step, of different rows; those to held-out rows where there are some."""
+        path = self.folder.samples_path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        samples = [Sample(**json.loads(line)) for line in lines[-LAST_LINES:]]
+        samples = [sample for sample in samples if sample.split == samples[-1].split]
+        by_row = list({sample.row_id: sample for sample in samples}.values())
+        return by_row[:: max(1, len(by_row) // SHOWN_SAMPLES)][:SHOWN_SAMPLES]
+
+    # ---- building
+
+    def _rows(self, key: str, source: Any, processor: Any) -> PromptDataset:
+        rows = PromptDataset(source, self.config.data, processor)
+        began = time.perf_counter()
+        report = rows.validate()
+        self.console.note(
+            f"{key}: {len(report.kept)} of {report.rows} rows, longest prompt {report.longest} tokens"
+            f" (checked in {time.perf_counter() - began:.1f} s)"
+        )
+        if report.dropped_overlong:
+            row_id, tokens = max(report.dropped_overlong, key=lambda row: row[1])
+            limit = self.config.data.max_prompt_length
+            self.console.warn(
+                f"{key}: {len(report.dropped_overlong)} prompts are longer than data.max_prompt_length={limit}"
+                f" and were left out; the longest is {row_id} with {tokens} tokens"
+            )
+        return rows
+
+    def _count_steps(self) -> int:
+        """Rollout steps of the run: trainer.max_steps, or total_epochs of whole batches."""
+        data, trainer = self.config.data, self.config.trainer
+        per_epoch = steps_per_epoch(len(self.train_set), data.rollout_batch_size)
+        return trainer.max_steps or trainer.total_epochs * per_epoch
+
+    def _try_reward(self) -> None:
+        """Calls the reward on the first rows with their own answers, so that a broken function is found now and not
+        after the first generation."""
+        rows = [self.train_set[index] for index in range(min(REWARD_TRIALS, len(self.train_set)))]
+        self.reward(
+            [
+                RewardSample(
+                    row_id=row.row_id,
+                    response=row.ground_truth,
+                    response_length=1,
+                    token_ids=(),
+                    ground_truth=row.ground_truth,
+                    prompt_messages=row.messages,
+                    prompt_text=row.text,
+                    columns=row.columns,
+                    images=row.images,
+                )
+                for row in rows
+            ]
+        )
+
+    def _build_trainer(self, processor: Any) -> GRPOVLMTrainer:
+        config = self.config
+        if self.world_size > 1 and not torch.accelerator.is_available():
+            # Accelerate picks no backend by itself for DeepSpeed on a machine without an accelerator
+            PartialState(cpu=not launched_with_deepspeed(), backend="gloo")
+        trackers = make_trackers(
+            config.trainer.logger,
+            self.folder,
+            console=self.console,
+            total_steps=self.rollout_steps,
+            resume_step=self.resume_step,
+        )
+        for tracker in trackers:
+            self.stack.callback(tracker.close)
+        trainer = GRPOVLMTrainer(
+            config,
+            model=load_policy(config, None if self.resume_path is None else self.resume_path / "model"),
+            processor=processor,
+            train_set=self.train_set,
+            val_set=self.val_set,
+            reward=self.reward,
+            folder=self.folder,
+            trackers=trackers,
+            console=self.console,
+            rollout_steps=self.rollout_steps,
+            world_size=self.world_size,
+            reference=None if config.algorithm.disable_kl else load_reference(config),
+        )
+        self.stack.callback(trainer.engine.close)
+        return trainer
+
+    def _show_start(self) -> None:
+        """The batch arithmetic in words, and what is used."""
+        config, rollout = self.config, self.config.worker.rollout
+        prompts, held_out = config.data.rollout_batch_size, 0 if self.val_set is None else len(self.val_set)
+        self.console.start(
+            {
+                "model": config.worker.actor.model.model_path,
+                "rows": f"{len(self.train_set)} to train on, {held_out} held out",
+                "step": f"{prompts} prompts x {rollout.n} answers = {prompts * rollout.n} samples,"
+                f" {updates_per_step(config)} update(s)",
+                "steps": f"{self.rollout_steps}" + (f", resumed after {self.resume_step}" if self.resume_step else ""),
+                "rollouts": self.trainer.engine.name,
+                "device": f"{self.trainer.args.device} x {self.world_size}",
+                "run folder": str(self.folder.path),
+            }
+        )

@@ -1,0 +1,140 @@
+"""Runs with the embedded engine: the notebook form, validation, several updates per rollout batch, several
+processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_vlm import Run
+from tests.training.rigs import hashed_reward, largest_difference, parameters, rows, session, settings
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_in_a_notebook(tmp_path, tmp_path_factory):
+    base = settings(tmp_path_factory.getbasetemp(), tmp_path / "run")
+
+    def favourite(completions, prompts, answer=None, **columns):  # TRL's form, defined here
+        return [float(len(completion[0]["content"]) % 3) for completion in completions]
+
+    result = Run(base, train_rows=rows(8), val_rows=rows(4), reward=favourite).train()
+    assert result.folder == tmp_path / "run" and result.steps == 1
+    assert set(result.before) == set(result.after) and "val/reward_score" in result.before
+    assert (tmp_path / "run" / "global_step_1" / "model" / "model.safetensors").is_file()
+
+
+def test_validation_saving_and_rates_count_rollout_steps(tmp_path, tmp_path_factory):
+    changes = {
+        "worker.actor.global_batch_size": 2,
+        "worker.actor.ppo_epochs": 2,
+        "worker.actor.optim.lr_warmup_steps": 2,
+        "worker.rollout.val_override_config": {"n": 2, "temperature": 0.5},
+        "trainer.max_steps": 4,
+        "trainer.val_freq": 2,
+        "trainer.save_freq": 2,
+        "trainer.val_before_train": True,
+    }
+    config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **changes)
+    Run(config, train_rows=rows(12), val_rows=rows(3), reward=hashed_reward).train()
+    found = records(tmp_path / "run")
+    assert [record["step"] for record in found] == [0, 1, 2, 3, 4]
+    assert [record["step"] for record in found if "val/reward_score" in record] == [0, 2, 4]
+    assert [record["actor/lr"] for record in found[1:]] == pytest.approx([0.5e-4, 1e-4, 1e-4, 1e-4])
+    assert sorted(path.name for path in (tmp_path / "run").glob("global_step_*")) == ["global_step_2", "global_step_4"]
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert sum(sample["split"] == "val" and sample["step"] == 2 for sample in samples) == 3 * 2
+    assert all(record["rollout/logprob_diff/mean"] <= 2e-5 for record in found[1:])
+
+
+def test_val_only_trains_nothing(tmp_path, tmp_path_factory):
+    config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **{"trainer.val_only": True})
+    result = Run(config, train_rows=rows(8), val_rows=rows(4), reward=hashed_reward).train()
+    assert [record["step"] for record in records(tmp_path / "run")] == [0]
+    assert result.before == result.after and not list((tmp_path / "run").glob("global_step_*"))
+
+
+def test_kl_in_the_reward_lowers_it_once_the_policy_has_moved(tmp_path, tmp_path_factory):
+    changes = {
+        "algorithm.disable_kl": False,
+        "algorithm.use_kl_loss": False,
+        "algorithm.kl_penalty": "low_var_kl",
+        "algorithm.kl_coef": 0.5,
+        "worker.actor.optim.lr": 1e-2,
+        "trainer.max_steps": 2,
+    }
+    config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **changes)
+    Run(config, train_rows=rows(8), reward=hashed_reward).train()
+    first, second = records(tmp_path / "run")
+    assert first["actor/kl_penalty"] == 0.0 and first["critic/rewards/mean"] == pytest.approx(
+        first["critic/score/mean"]
+    )
+    assert second["actor/kl_penalty"] > 0.0 and second["critic/rewards/mean"] < second["critic/score/mean"]
+
+
+def test_a_frozen_vision_tower_does_not_move(tmp_path, tmp_path_factory):
+    changes = {"worker.actor.model.freeze_vision_tower": True, "worker.actor.optim.lr": 1e-3}
+    with session(settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **changes)) as parts:
+        before = parameters(parts.trainer)
+        parts.train()
+        after = parameters(parts.trainer)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and not any("visual" in name for name in moved)
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from tests.training.rigs import session, settings
+
+root, folder = Path(sys.argv[1]), Path(sys.argv[2])
+changes = {"worker.actor.ppo_epochs": 3, "worker.actor.micro_batch_size_per_device_for_update": 2,
+           "trainer.val_before_train": False, "worker.rollout.name": sys.argv[3]}
+with session(settings_for(root, folder, changes)) as parts:
+    parts.train()
+    kind = type(parts.trainer.model_wrapped).__name__
+    sharded = any(hasattr(p, "ds_id") for p in parts.trainer.model.parameters())
+    if parts.is_main:
+        (folder / "shown.txt").write_text(f"{kind} x {parts.trainer.accelerator.num_processes} sharded={sharded}")
+""".replace("settings_for(root, folder, changes)", "settings(root, folder, **changes)")
+
+
+@pytest.mark.parametrize("scheme", ["ddp", "zero3"])
+def test_two_processes_go_where_one_goes(tmp_path, tmp_path_factory, scheme):
+    """Three updates on the rollouts of the start, over gloo; a sharded model cannot generate, so vLLM does."""
+    engine = "vllm" if scheme == "zero3" else "transformers"
+    root = tmp_path_factory.getbasetemp()
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    repository = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, str(script), str(root), str(tmp_path / "one"), engine], check=True, env=env, timeout=200
+    )
+    launch = {
+        "ddp": ["torch.distributed.run", "--nproc_per_node", "2"],
+        "zero3": [
+            *("accelerate.commands.accelerate_cli", "launch", "--num_processes", "2"),
+            *("--config_file", str(repository / "accelerate_configs" / "zero3.yaml")),
+        ],
+    }[scheme]
+    two = [sys.executable, "-m", *launch, str(script), str(root), str(tmp_path / "two"), engine]
+    subprocess.run(two, check=True, env=env, timeout=250)
+    shown = (tmp_path / "two" / "shown.txt").read_text()
+    assert (
+        shown
+        == {"ddp": "DistributedDataParallel x 2 sharded=False", "zero3": "DeepSpeedEngine x 2 sharded=True"}[scheme]
+    )
+    one = load_file(tmp_path / "one" / "global_step_1" / "model" / "model.safetensors")
+    both = load_file(tmp_path / "two" / "global_step_1" / "model" / "model.safetensors")
+    assert largest_difference(one, both) <= 1e-5
+    one_record, two_record = records(tmp_path / "one")[0], records(tmp_path / "two")[0]
+    for name in ("reward/overall", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        assert two_record[name] == pytest.approx(one_record[name], rel=1e-4, abs=1e-6), name
