@@ -4,6 +4,7 @@ A micro-batch passes the token and sequence counts of the whole update (all micr
 micro-batch losses is then the loss of the update, however it was split.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,7 +46,8 @@ def dual_clip(
     Returns the loss per token [B, T] and the indicators of both clips [B, T].
     """
     ratio = log_ratio.exp()
-    low, high = (torch.tensor(1.0 + x, dtype=ratio.dtype).log() for x in (-clip_ratio_low, clip_ratio_high))
+    low = math.log(1.0 - clip_ratio_low) if clip_ratio_low < 1.0 else -math.inf
+    high = math.log(1.0 + clip_ratio_high)
     clipped = log_ratio.clamp(low, high).exp()
     plain_loss, clipped_loss = -advantages * ratio, -advantages * clipped
     upper = torch.maximum(plain_loss, clipped_loss)
