@@ -75,7 +75,7 @@ data/easyvqa/test.parquet: | $(STAMP)
 	$(BIN)/python -m grpo_vlm.data.prepare easyvqa --out data/easyvqa
 
 train: data/easyvqa/test.parquet | $(STAMP) ## train the tiny model on easy-VQA
-	$(BIN)/accelerate launch --config_file $(ACCELERATE) train.py --config configs/demo.yaml \
+	$(BIN)/accelerate launch --quiet --config_file $(ACCELERATE) train.py --config configs/demo.yaml \
 		trainer.save_checkpoint_path=$(RUN) $(ARGS)
 
 demo-seeds: data/easyvqa/test.parquet | $(STAMP) ## the same with seeds 0, 1, 2 and a table of the scores

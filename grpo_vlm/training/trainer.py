@@ -258,15 +258,14 @@ class GRPOVLMTrainer(GRPOTrainer):
         """Backward through all micro-batches of one update; gradients are reduced over the ranks at the last."""
         model.train()
         size = self.config.worker.actor.micro_batch_size_per_device_for_update
-        batches = list(self._micro_batches(minibatch, size))
         counts = self.accelerator.reduce(
             torch.stack([minibatch.mask.sum(), torch.ones_like(minibatch.mask[:, 0]).sum()])
         )
         whole = losses.Denominators(*counts.tolist())
         deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         total = torch.zeros((), device=self.args.device)
-        for number, (rows, batch) in enumerate(batches):
-            last = number == len(batches) - 1
+        for rows, batch in self._micro_batches(minibatch, size):
+            last = rows.stop == len(minibatch.mask)
             self.accelerator.gradient_state._set_sync_gradients(last)
             with nullcontext() if last or deepspeed else self.accelerator.no_sync(model):
                 loss = self._loss(model, minibatch, rows, batch, whole)

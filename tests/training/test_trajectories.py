@@ -38,9 +38,8 @@ def train(root, folder, micro, lost_row=False, **changes):
         first = FirstGradients()
         parts.trainer.add_callback(first)
         if lost_row:
-            whole = parts.trainer._micro_batches
-            parts.trainer._micro_batches = lambda rollouts, size: list(whole(rollouts, size))[: 8 // size - 1]
-            parts.trainer._score_all = lambda model, rollouts: rollouts.sampler_log_probs
+            loss = parts.trainer._loss
+            parts.trainer._loss = lambda *args: loss(*args) * (args[2].stop < 8)  # args[2]: the micro-batch's rows
         before = parameters(parts.trainer)
         parts.train()
         after = parameters(parts.trainer)
