@@ -1,7 +1,7 @@
 """The command line: `grpo-vlm train` is train.py, `grpo-vlm prepare` writes data sets.
 
 Exit codes: 0 done; 1 a fault of ours or of the machine, with its traceback; 2 something to mend in the command, the
-configuration, the data or the reward, said in one message.
+configuration, the data or the reward, said in one message; 130 interrupted.
 """
 
 import argparse
@@ -21,11 +21,11 @@ same arguments.
 
 def train(arguments: Sequence[str]) -> None:
     """Parse -> check -> run. `arguments` are `--config FILE` and `key=value` items; `--help` lists the keys."""
-    parser = argparse.ArgumentParser(prog="train.py", add_help=False)
+    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.help:
         print(f"{USAGE}\n{format_help()}")
         return
@@ -51,6 +51,9 @@ def guarded(command: Callable[[Sequence[str]], int | None], arguments: Sequence[
     except GRPOVLMError as error:
         print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nInterrupted. The same command goes on from the last checkpoint.", file=sys.stderr)
+        return 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ reward=my_function).train()
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,9 @@ class Run:
             "check_port": int(os.environ.get("RANK", 0)) == 0,
         }
         if isinstance(config, Config):
-            return config, check_config(config, **launched)
+            if not overrides:
+                return config, check_config(config, **launched)
+            config = asdict(config)
         path, base = (None, config) if isinstance(config, Mapping) else (config, None)
         return load_and_check(path, overrides, base, **launched)
 

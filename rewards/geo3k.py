@@ -9,6 +9,7 @@ import re
 from math_verify import parse, verify
 
 REWARD_TYPE = "batch"
+SPACED = re.compile(r"\s*(<|>|/)\s*")  # some models write "< think >"
 FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
@@ -24,7 +25,7 @@ def boxed_answer(text):
 
 
 def format_score(response):
-    return 1.0 if FORMAT.fullmatch(response.strip()) else 0.0
+    return 1.0 if FORMAT.fullmatch(SPACED.sub(r"\1", response).strip()) else 0.0
 
 
 def accuracy_score(response, ground_truth):

@@ -119,7 +119,11 @@ CASES = {
     "broken image": (broken_picture, [], ["rows.jsonl:3"]),
     "reward file absent": (None, ["worker.reward.reward_function=./rewrad.py:good"], ["rewrad.py"]),
     "reward function absent": (None, ["worker.reward.reward_function=./reward.py:goood"], ["goood", "good"]),
-    "wrong number of scores": (None, ["worker.reward.reward_function=./reward.py:too_few"], ["too_few", "1", "4"]),
+    "wrong number of scores": (
+        None,
+        ["worker.reward.reward_function=./reward.py:too_few"],
+        ["too_few", "returned 1", "16"],
+    ),
     "NaN score": (
         None,
         ["worker.reward.reward_function=./reward.py:not_a_number"],

@@ -236,7 +236,7 @@ def test_readme_starts_with_the_two_commands_and_names_only_files_that_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     assert re.sub(r"#.*", "", blocks[0]).split() == ["make", "train", "make", "test"]
-    assert "accelerate launch --config_file accelerate_configs/single_gpu.yaml train.py" in text
+    assert "accelerate launch --quiet --config_file accelerate_configs/single_gpu.yaml train.py" in text
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert links and [link for link in links if not (ROOT / link).exists()] == []
 

@@ -14,7 +14,14 @@ from grpo_vlm.config.schema import (
 )
 from grpo_vlm.config.schema_actor import ActorConfig, ModelConfig, OptimConfig
 from grpo_vlm.config.schema_rollout import RewardConfig, RolloutConfig
-from grpo_vlm.config.values import run_folder, sampling_values, tokenizer_path, updates_per_step
+from grpo_vlm.config.values import (
+    dtype_name,
+    read_template,
+    run_folder,
+    sampling_values,
+    tokenizer_path,
+    updates_per_step,
+)
 
 __all__ = [
     "ActorConfig",
@@ -28,8 +35,10 @@ __all__ = [
     "TrainerConfig",
     "WorkerConfig",
     "check_config",
+    "dtype_name",
     "load_and_check",
     "load_config",
+    "read_template",
     "run_folder",
     "sampling_values",
     "to_yaml",

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_vlm.config.check_batch import batch_faults, length_faults, working_sizes
-from grpo_vlm.config.check_files import file_faults, port_faults, required_faults
+from grpo_vlm.config.check_files import expand_paths, file_faults, port_faults, required_faults
 from grpo_vlm.config.faults import Fault, raise_faults
 from grpo_vlm.config.load import fill, fits, read_config, schema_options, walk
 from grpo_vlm.config.options import NEUTRAL, PLANNED, Option
 from grpo_vlm.config.schema import Config
-from grpo_vlm.config.schema_rollout import VAL_OVERRIDES
+from grpo_vlm.config.schema_rollout import VAL_OVERRIDES, VLLM_ONLY, RolloutConfig
 from grpo_vlm.config.values import sampling_values
 
 
@@ -47,7 +47,8 @@ def check_config(config: Config, **launch: Any) -> list[str]:
         launch: fields of Launch: world_size, num_nodes, gpus_per_node, needs_reward, needs_train_files, has_val_rows,
             check_port.
 
-    Returns: notices, one line each, about settings that change nothing or that surprise.
+    Returns: notices, one line each, about settings that change nothing or that surprise. `~` at the start of a path
+        has become the home directory, in place.
 
     Raises:
         ConfigError: numbers all faults and proposes batch sizes that satisfy every rule.
@@ -86,11 +87,12 @@ def _check(config: Config, launch: Launch, found: list[Fault]) -> list[str]:
         *val_sampling_faults(config),
         *launch_faults(config, launch),
         *required_faults(config, launch.needs_reward, launch.needs_train_files, launch.has_val_rows),
-        *file_faults(config, launch.needs_reward),
+        *file_faults(config, launch.needs_reward, launch.needs_train_files, launch.has_val_rows),
         *(port_faults(config) if launch.check_port else ()),
     ]
     faults += _unless_seen(later, faults)
     raise_faults(faults, working_sizes(config, launch.world_size) if batch else "")
+    expand_paths(config)
     return notices + _notices(config, launch)
 
 
@@ -272,4 +274,13 @@ def _notices(config: Config, launch: Launch) -> list[str]:
         ),
         "trainer.save_model_only is true: these checkpoints cannot be resumed": trainer.save_model_only,
     }
-    return [line for line, holds in lines.items() if holds]
+    return [line for line, holds in lines.items() if holds] + _engine_notices(config)
+
+
+def _engine_notices(config: Config) -> list[str]:
+    """One line with all keys of the vLLM server that are set although transformers generates."""
+    rollout, default = config.worker.rollout, RolloutConfig()
+    idle = [name for name in VLLM_ONLY if getattr(rollout, name) != getattr(default, name)]
+    if rollout.name == "vllm" or not idle:
+        return []
+    return [f"worker.rollout.{', '.join(idle)}: no effect with worker.rollout.name = {rollout.name}; vllm uses it"]

@@ -105,8 +105,10 @@ def working_sizes(config: Config, world_size: int) -> str:
 
 
 def length_faults(config: Config) -> list[Fault]:
-    """Rules between the lengths of prompt and response and the engine's limits."""
+    """Rules between the lengths of prompt and response and the limits of the vLLM server; transformers has none."""
     data, rollout = config.data, config.worker.rollout
+    if rollout.name != "vllm":
+        return []
     total = data.max_prompt_length + data.max_response_length
     prompt, response = data.max_prompt_length, data.max_response_length
     sums = f"data.max_prompt_length {prompt} + data.max_response_length {response} = {total}"
@@ -117,6 +119,11 @@ def length_faults(config: Config) -> list[Fault]:
         if limit is not None and limit < total:
             text = f"{key}: {limit} is less than {sums}; set it to at least {total} or shorten one of them"
             faults.append(Fault((key, *lengths), text))
+    batched, longest = rollout.max_num_batched_tokens, rollout.max_model_len
+    if longest is not None and total <= batched < longest:
+        key, longest_key = "worker.rollout.max_num_batched_tokens", "worker.rollout.max_model_len"
+        text = f"{key}: {batched} is less than {longest_key} = {longest}; raise the first or lower the second"
+        faults.append(Fault((key, longest_key), text))
     max_tokens = rollout.val_override_config.get("max_tokens")
     room = (rollout.max_model_len or total) - prompt
     if isinstance(max_tokens, int) and max_tokens > room:

@@ -56,11 +56,17 @@ def split_source(value: str) -> tuple[str, str]:
     return path, split
 
 
-def file_faults(config: Config, needs_reward: bool = True) -> list[Fault]:
-    """Everything named in the configuration that is not there, or is not what it should be."""
+def file_faults(
+    config: Config, needs_reward: bool = True, needs_train_files: bool = True, has_val_rows: bool = False
+) -> list[Fault]:
+    """Everything named in the configuration that is not there, or is not what it should be; what the caller supplies
+    as Python objects is not looked for.
+    """
     data, model = config.data, config.worker.actor.model
     faults = []
-    for key, source in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+    sources = {"data.train_files": data.train_files} if needs_train_files else {}
+    sources |= {} if has_val_rows else {"data.val_files": data.val_files}
+    for key, source in sources.items():
         path, split = split_source(source)
         if source and not split:
             faults.append(Fault((key,), f"{key}: {source!r} ends with @; name the split, e.g. {path}@train"))
@@ -79,6 +85,21 @@ def file_faults(config: Config, needs_reward: bool = True) -> list[Fault]:
     if needs_reward and config.worker.reward.reward_function:
         faults += reward_faults(config.worker.reward.reward_function)
     return faults + _checkpoint_faults(config)
+
+
+def expand_paths(config: Config) -> None:
+    """Replace `~` at the start of every path by the home directory, in place. Splits, function names and hub ids stay
+    as they are."""
+    data, model, trainer = config.data, config.worker.actor.model, config.trainer
+    for section, names in (
+        (data, ("train_files", "val_files", "format_prompt", "override_chat_template", "image_dir")),
+        (model, ("model_path", "tokenizer_path")),
+        (config.worker.reward, ("reward_function",)),
+        (trainer, ("save_checkpoint_path", "load_checkpoint_path")),
+    ):
+        for name in names:
+            if value := getattr(section, name):
+                setattr(section, name, os.path.expanduser(value))
 
 
 def _missing(key: str, path: str, *, folder: bool | None) -> list[Fault]:

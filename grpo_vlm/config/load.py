@@ -29,6 +29,8 @@ MOVED = {
     "trainer.n_nodes": "trainer.nnodes",
     "data.format_prompt_path": "data.format_prompt",
 }
+REDACTED = "[redacted]"
+_SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 GONE = {
     "worker.reward.reward_type": "the constant REWARD_TYPE (batch or sequential) of the reward file says it; drop it",
 }
@@ -100,9 +102,26 @@ def fill(section: Any, values: Mapping[str, Any]) -> None:
             setattr(section, name, value)
 
 
-def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML, every key with its value; `load_config` reads it back to an equal Config."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+def to_yaml(config: Config, *, redact: bool = False) -> str:
+    """The whole configuration as YAML, every key with its value; `load_config` reads it back to an equal Config.
+
+    Args:
+        redact: replace texts in worker.reward.reward_function_kwargs whose key sounds like a secret by [redacted].
+    """
+    tree = asdict(config)
+    if redact:
+        reward = tree["worker"]["reward"]
+        reward["reward_function_kwargs"] = _redacted(reward["reward_function_kwargs"])
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+
+def _redacted(value: Any, secret: bool = False) -> Any:
+    """A copy in which every text at or below a key that sounds like a secret is replaced."""
+    if isinstance(value, Mapping):
+        return {key: _redacted(inner, secret or bool(_SECRET.search(key))) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redacted(inner, secret) for inner in value]
+    return REDACTED if secret and isinstance(value, str) else value
 
 
 def walk(tree: Mapping, source: str, *, interpolated: bool = False) -> tuple[dict, list[Fault]]:
@@ -268,10 +287,11 @@ def _read_file(path: str | os.PathLike | None) -> tuple[str, dict, list[Fault]]:
     if path is None:
         return "", {}, []
     name = os.fspath(path)
-    if not os.path.isfile(name):
+    file = os.path.expanduser(name)
+    if not os.path.isfile(file):
         return name, {}, [Fault((), f"--config {name}: there is no such file; configs/ has examples")]
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(name))
+        tree = OmegaConf.to_container(OmegaConf.load(file))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         return name, {}, [Fault((), f"--config {name}: is not a YAML file: {' '.join(str(error).split())}")]
     if not isinstance(tree, dict):

@@ -70,7 +70,7 @@ class DataConfig:
         "Drop rows whose prompt exceeds max_prompt_length (the count is printed); false: they are an error.",
     )
     filter_overlong_prompts_workers: int = option(
-        16, "Processes that measure prompts, at most the number of cores.", rule=at_least(1)
+        16, "Threads that measure prompts, at most the number of cores.", rule=at_least(1)
     )
 
 
@@ -137,11 +137,11 @@ class TrainerConfig:
         rule=at_least(1),
         common=True,
     )
-    project_name: str = option("easy_r1", "First part of the default run folder, and the trackers' project.")
-    experiment_name: str = option("demo", "Second part of the default run folder, and the trackers' run name.")
+    project_name: str = option("easy_r1", "First part of the default run folder, which is all that it names.")
+    experiment_name: str = option("demo", "Second part of the default run folder.")
     logger: list[str] = option(
         ["console", "file", "tensorboard"],
-        "Where metrics go.",
+        "Where metrics go. metrics.jsonl and samples.jsonl are always written: file is always on.",
         choices=("console", "file", "tensorboard"),
         refused=dict.fromkeys(("wandb", "swanlab", "mlflow"), _TRACKERS),
     )
@@ -162,7 +162,11 @@ class TrainerConfig:
     )
     val_before_train: bool = option(True, "Validate before the first step.")
     val_only: bool = option(False, "Validate once and stop.")
-    val_generations_to_log: int = option(0, "Validation answers shown in the logs.", rule=at_least(0))
+    val_generations_to_log: int = option(
+        0,
+        "Answers to held-out rows shown at the end of the run and, per validation, in TensorBoard.",
+        rule=at_least(0),
+    )
     save_freq: int = option(
         -1, "Save every so many steps. -1: only after the last.", rule=off_or_at_least(1), common=True
     )

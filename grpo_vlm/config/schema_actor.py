@@ -15,6 +15,10 @@ from grpo_vlm.config.options import (
 )
 
 _LORA = "LoRA arrives with the LoRA work; all weights are trained"
+_OVERRIDE = (
+    "the vLLM server would not get the entries, so that sampler and trainer would differ; edit a copy of the model's "
+    "config.json"
+)
 _SHARDING = "the launcher's file in accelerate_configs/ decides the sharding"
 _OFFLOAD = "offloading between phases arrives with the memory work; accelerate_configs/ has a file that offloads"
 _LOSSES = "arrives with the algorithms work; this version has the default loss"
@@ -39,7 +43,7 @@ class ModelConfig:
         None, "Folder or hub id of the model.", common=True, example="Qwen/Qwen2.5-VL-3B-Instruct"
     )
     tokenizer_path: str | None = option(None, "Folder or hub id of the tokenizer and processor. null: model_path.")
-    override_config: dict[str, Any] = option({}, "Entries of the model's config.json to replace.")
+    override_config: dict[str, Any] = planned({}, "Entries of the model's config.json to replace.", _OVERRIDE)
     enable_gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
     trust_remote_code: bool = option(True, "Run Python code that comes with the model.")
     freeze_vision_tower: bool = option(False, "Do not train the vision tower and its merger.")

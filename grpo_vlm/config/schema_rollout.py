@@ -64,6 +64,21 @@ class RolloutConfig:
     cpu_kv_cache_gb: float = option(1.0, "Cache of the engine on a CPU, in GiB.", rule=above(0))
 
 
+# The keys that only the vLLM server uses.
+VLLM_ONLY = (
+    "dtype",
+    "limit_images",
+    "enable_chunked_prefill",
+    "max_model_len",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "max_num_batched_tokens",
+    "port",
+    "start_timeout_s",
+    "request_timeout_s",
+    "cpu_kv_cache_gb",
+)
+
 # The inner keys of val_override_config: name -> (type, rule). Temperature 0 is greedy decoding.
 VAL_OVERRIDES: dict[str, tuple[str, Rule]] = {
     "temperature": ("float", at_least(0)),

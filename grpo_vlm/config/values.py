@@ -3,6 +3,9 @@
 from pathlib import Path
 
 from grpo_vlm.config.schema import Config
+from grpo_vlm.errors import ConfigError
+
+DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def updates_per_step(config: Config) -> int:
@@ -23,6 +26,29 @@ def tokenizer_path(config: Config) -> str | None:
     """Where the tokenizer and processor come from: tokenizer_path, or model_path when that is null."""
     model = config.worker.actor.model
     return model.tokenizer_path or model.model_path
+
+
+def dtype_name(value: str) -> str:
+    """torch's name of a dtype that the configuration may write in short: bf16 -> bfloat16."""
+    return DTYPE_NAMES.get(value, value)
+
+
+def read_template(key: str, path: str) -> str:
+    """The text of a template file that `key` names. ConfigError when it is no file or not plain UTF-8.
+
+    A byte-order mark is refused: it would become part of the prompt wherever vLLM reads the same file.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{key}: {path!r} is not a file (looked in {Path.cwd()}); give an existing path or null")
+    content = Path(path).read_bytes()
+    try:
+        text = content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{key}: {path}, line {line}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
+    if text.startswith("\ufeff"):
+        raise ConfigError(f"{key}: {path}, line 1: starts with a byte-order mark; save it as UTF-8 without one")
+    return text
 
 
 def sampling_values(config: Config, *, validation: bool) -> dict[str, float]:

@@ -10,7 +10,6 @@ of image tokens.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -18,6 +17,7 @@ import jinja2.meta
 import torch
 from PIL import Image
 
+from grpo_vlm.config import read_template
 from grpo_vlm.data.media import SizeRule, decode_image, image_entries, image_size, resize_image
 from grpo_vlm.errors import ConfigError, DataError
 
@@ -81,7 +81,8 @@ class PromptBuilder:
         self.size_rule = SizeRule.of(processor.image_processor, data_config.min_pixels, data_config.max_pixels)
         self._format_text = _read_format_prompt(data_config.format_prompt)
         self._format = None if self._format_text is None else _jinja().from_string(self._format_text)
-        self._chat_template = _read_file("data.override_chat_template", data_config.override_chat_template)
+        path = self._chat_template_path = data_config.override_chat_template
+        self._chat_template = None if path is None else read_template("data.override_chat_template", path)
         self._questions: dict[str, _Question] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,9 +190,7 @@ class PromptBuilder:
         messages = [{"role": "user", "content": content}]
         if self.system_prompt:
             messages.insert(0, {"role": "system", "content": [{"type": "text", "text": self.system_prompt}]})
-        text = self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, chat_template=self._chat_template
-        )
+        text = self._apply_chat_template(messages)
         token_ids = self.processor.tokenizer(text, truncation=False)["input_ids"]
         placeholders = token_ids.count(self.processor.image_token_id)
         if placeholders != marks or self.processor.video_token_id in token_ids:
@@ -201,6 +200,17 @@ class PromptBuilder:
                 "(remove it), or the chat template does not write images"
             )
         return _Question(messages, text, token_ids)
+
+    def _apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+        try:
+            return self.processor.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, chat_template=self._chat_template
+            )
+        except jinja2.TemplateSyntaxError as error:
+            if self._chat_template is None:  # the model's own template
+                raise
+            place = f"{self._chat_template_path}, line {error.lineno}"
+            raise ConfigError(f"data.override_chat_template: {place}: {error.message}; fix it") from None
 
     def _expand(self, token_ids: list[int], counts: list[int]) -> list[int]:
         counts_left = iter(counts)
@@ -250,20 +260,13 @@ def _jinja() -> jinja2.Environment:
     return jinja2.Environment(undefined=jinja2.StrictUndefined)
 
 
-def _read_file(key: str, path: str | None) -> str | None:
-    if path is None:
-        return None
-    if not Path(path).is_file():
-        raise ConfigError(f"{key}: {path!r} is not a file (looked in {Path.cwd()}); give an existing path or null")
-    return Path(path).read_text(encoding="utf-8")
-
-
 def _read_format_prompt(path: str | None) -> str | None:
     """The template's source, checked to use `content` and nothing else that the rows do not give."""
-    source = _read_file("data.format_prompt", path)
-    if source is None:
+    if path is None:
         return None
+    source = read_template("data.format_prompt", path)
     try:
+        _jinja().from_string(source)  # compiled, since parsing alone accepts unknown filters
         variables = jinja2.meta.find_undeclared_variables(_jinja().parse(source))
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"data.format_prompt: {path}, line {error.lineno}: {error.message}; fix it") from None

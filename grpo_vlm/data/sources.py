@@ -120,7 +120,10 @@ def _slice(split: str, num_rows: int, name: str) -> tuple[int, int]:
 
 def _read_json(path: Path) -> list[Any]:
     """A JSON list of rows, or one row a line (blank lines are skipped, a byte-order mark is fine)."""
-    text = path.read_text(encoding="utf-8-sig")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(_not_utf8(path)) from None
     if text.lstrip().startswith("["):
         try:
             return json.loads(text)
@@ -138,9 +141,22 @@ def _read_json(path: Path) -> list[Any]:
     return rows
 
 
+def _not_utf8(path: Path) -> str:
+    """The message about a file that is not UTF-8, with the place of its first wrong byte in the whole file."""
+    content = path.read_bytes()
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        place = f"line {line}, byte {error.start} of the file ({content[error.start]:#04x})"
+        return f"{path}, {place}: is not UTF-8; save the file as UTF-8 (iconv -f ENCODING -t UTF-8)"
+    raise AssertionError(f"{path} is UTF-8 now")
+
+
 def _load_folder(path: Path, split: str) -> datasets.Dataset:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        saved = datasets.load_from_disk(str(path))
+        with _one_error(str(path), split):
+            saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.Dataset):
             first, last = _slice(split, len(saved), path.name)
             return saved.select(range(first, last))
@@ -160,11 +176,16 @@ def _load_hub(name: str, split: str) -> datasets.Dataset:
 
 
 def _load(shown: str, builder: str, split: str, **files: str) -> datasets.Dataset:
-    """datasets.load_dataset without progress bars; its many error types become one DataError with the reason in a
-    line."""
+    """datasets.load_dataset without progress bars."""
+    with _one_error(shown, split), _no_progress_bars():
+        return datasets.load_dataset(builder, split=split, **files)
+
+
+@contextmanager
+def _one_error(shown: str, split: str) -> Iterator[None]:
+    """The many error types of `datasets` become one DataError with the reason in a line."""
     try:
-        with _no_progress_bars():
-            return datasets.load_dataset(builder, split=split, **files)
+        yield
     except pa.ArrowNotImplementedError as error:
         raise DataError(
             f"{shown}: a row group is too large for nested columns ({_line(error)}); write the file again with "

@@ -371,7 +371,8 @@ def main() -> None:
     """Parse the command line, train, save."""
     parser = argparse.ArgumentParser(description="Make the demo's start model from easy-VQA's train split.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and its processor")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    parser.add_argument("--device", default=str(accelerator or "cpu"), help="torch device")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     parser.add_argument("--see-steps", type=int, default=Recipe.see_steps, help="steps of the first stage")
     parser.add_argument("--hedge-steps", type=int, default=Recipe.hedge_steps, help="steps of the second stage")

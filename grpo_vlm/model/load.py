@@ -5,26 +5,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
-from grpo_vlm.config import Config
+from grpo_vlm.config import Config, dtype_name, read_template, tokenizer_path
 from grpo_vlm.errors import ConfigError
-
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
 
 
 def load_processor(config: Config) -> ProcessorMixin:
     """The multimodal processor of `tokenizer_path` (default: of the model), with `data.override_chat_template`
     applied."""
     model = config.worker.actor.model
-    path = model.tokenizer_path or model.model_path
+    path = tokenizer_path(config)
     processor = _from_pretrained(
         AutoProcessor, path, "worker.actor.model.tokenizer_path", trust_remote_code=model.trust_remote_code
     )
@@ -34,7 +25,7 @@ def load_processor(config: Config) -> ProcessorMixin:
             " processor. Give the path of a vision-language model (Qwen2.5-VL, Qwen3-VL, ...)."
         )
     if config.data.override_chat_template:
-        template = Path(config.data.override_chat_template).read_text(encoding="utf-8")
+        template = read_template("data.override_chat_template", config.data.override_chat_template)
         processor.chat_template = processor.tokenizer.chat_template = template
     return processor
 
@@ -56,7 +47,7 @@ def load_reference(config: Config) -> PreTrainedModel:
 
 def master_dtype(config: Config) -> torch.dtype:
     """`worker.actor.fsdp.torch_dtype`; float32 when null."""
-    return DTYPES[config.worker.actor.fsdp.torch_dtype or "float32"]
+    return getattr(torch, dtype_name(config.worker.actor.fsdp.torch_dtype or "float32"))
 
 
 def vision_tower(model: PreTrainedModel) -> nn.Module:
@@ -74,12 +65,14 @@ def _load(config: Config, path: str | Path | None, dtype: torch.dtype) -> PreTra
     model = config.worker.actor.model
     source = str(path or model.model_path)
     key = "worker.actor.model.model_path"
-    extra: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    if model.override_config:
-        settings = _from_pretrained(AutoConfig, source, key, **extra)
-        settings.update(dict(model.override_config))
-        extra["config"] = settings
-    return _from_pretrained(AutoModelForImageTextToText, source, key, dtype=dtype, attn_implementation="sdpa", **extra)
+    return _from_pretrained(
+        AutoModelForImageTextToText,
+        source,
+        key,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 def _from_pretrained(cls: type, path: str, key: str, **options: Any) -> Any:

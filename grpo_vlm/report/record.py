@@ -8,6 +8,7 @@ per line.
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,12 @@ class StepRecord:
     def to_json(self) -> str:
         """One line of strict JSON without its newline: {"step": 3, "timing_s/gen": 2.1, "reward/overall": 0.4}."""
         return _dump({"step": self.step, **self.scalars()})
+
+
+def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """At most `count` samples of different rows, evenly out of all of them."""
+    by_row = list({sample.row_id: sample for sample in samples}.values())
+    return by_row[:: max(1, len(by_row) // count)][:count] if count > 0 else []
 
 
 def _dump(row: dict[str, Any]) -> str:

@@ -42,6 +42,7 @@ CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 LOCK_NAME = "run.lock"
 OWN_NAMES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "tensorboard", "vllm.log", "checkpoint_tracker.json")
 SCORE_NAME = "val/reward_score"
+BEFORE_START = -1  # everything on file, the validation before training too, is superseded
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,27 @@ class RunFolder:
         self.metrics_path = path / "metrics.jsonl"
         self.samples_path = path / "samples.jsonl"
         self.tensorboard_path = path / "tensorboard"
-        self.vllm_log_path = path / "vllm.log"
         self.tracker_path = path / "checkpoint_tracker.json"
+        self.resume_step: int | None = None
         self._created: list[Path] = []  # deepest first
         self._fresh = False
         self._last_step = -1
         self._lock: TextIO | None = None
 
     @classmethod
-    def open(cls, path: str | Path, *, resume_step: int | None, config_yaml: str, write: bool = True) -> "RunFolder":
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        resume_step: int | None,
+        config_yaml: str,
+        write: bool = True,
+        restart: bool = False,
+    ) -> "RunFolder":
         """Creates the folder, or opens it to go on after step `resume_step`.
+
+        With `restart` a run that ended before its first checkpoint is begun again in its folder; what it had written
+        is kept as superseded (`resume_step` of the folder is then BEFORE_START).
 
         Raises ConfigError, having changed and created nothing, when the folder is not empty and `resume_step` is None,
         when it is resumed but holds something else than this run, when another process is writing to it, or when it
@@ -104,12 +116,15 @@ class RunFolder:
         if not write:
             return folder
         try:
+            if restart and resume_step is None and _has_only_logs(folder.path):
+                resume_step = BEFORE_START
             _check_resumable(folder.path, resume_step)
             folder._create()
             folder._lock = _take_lock(folder.path)
             # again: another process may have begun here before the lock was taken
             _check_resumable(folder.path, resume_step)
             folder._fresh = not _list_contents(folder.path)
+            folder.resume_step = resume_step
             if not folder._fresh:
                 folder._resume(resume_step)
             folder._write_config(config_yaml)
@@ -300,9 +315,16 @@ def _list_contents(path: Path) -> list[str]:
     return []
 
 
+def _has_only_logs(path: Path) -> bool:
+    """Whether a run began here and ended before its first checkpoint: its own files and nothing else."""
+    contents = {name for name in _list_contents(path) if not name.endswith((".superseded.jsonl", ".tmp"))}
+    contents = {name for name in contents if not name.startswith("config.previous")}
+    return "config.yaml" in contents and contents <= set(OWN_NAMES)
+
+
 def _check_resumable(path: Path, resume_step: int | None) -> None:
     contents = _list_contents(path)
-    if not contents:
+    if not contents or resume_step == BEFORE_START:
         return
     shown = ", ".join(contents[:8]) + (f" and {len(contents) - 8} more" if len(contents) > 8 else "")
     other = "choose another trainer.experiment_name or trainer.save_checkpoint_path"

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from grpo_vlm.errors import ConfigError
 from grpo_vlm.report.console import Console
-from grpo_vlm.report.record import StepRecord
+from grpo_vlm.report.record import StepRecord, spread
 from grpo_vlm.report.run_folder import RunFolder
 
 TRACKER_NAMES = ("console", "file", "tensorboard")
@@ -55,17 +55,22 @@ class TensorBoardTracker:
     On resume the events of the steps after `resume_step` stay in their files and are hidden by TensorBoard.
     """
 
-    def __init__(self, run_folder: RunFolder, resume_step: int | None) -> None:
+    def __init__(self, run_folder: RunFolder, resume_step: int | None, val_samples: int) -> None:
         # imported here: it takes a second, which a run without this tracker need not wait
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = None if resume_step is None else resume_step + 1
-        self._run_folder = run_folder
+        self._run_folder, self._val_samples = run_folder, val_samples
         self._writer = SummaryWriter(log_dir=str(run_folder.tensorboard_path), purge_step=purge_step)
 
     def log(self, record: StepRecord) -> None:
         for name, value in record.scalars().items():
             self._writer.add_scalar(name, value, global_step=record.step)
+        held_out = [sample for sample in record.samples if sample.split == "val"]
+        for sample in spread(held_out, self._val_samples):
+            parts = (sample.prompt, sample.response, f"answer {sample.ground_truth}, scores {sample.scores}")
+            text = "\n\n---\n\n".join(parts)
+            self._writer.add_text(f"val/generations/{sample.row_id}", text, global_step=record.step)
         self._writer.flush()
         self._run_folder.keep()
 
@@ -80,8 +85,12 @@ def make_trackers(
     console: Console,
     total_steps: int,
     resume_step: int | None = None,
+    val_samples: int = 0,
 ) -> list[Tracker]:
     """The trackers of `names`, each once; none in a process whose run folder is not written.
+
+    The files are always written: resuming and the end of the run read them. `val_samples` answers to held-out rows are
+    shown per validation where a tracker can.
 
     Raises ConfigError naming every name that is not in TRACKER_NAMES.
     """
@@ -90,12 +99,10 @@ def make_trackers(
         raise ConfigError(f"trainer.logger: no tracker {', '.join(unknown)}. Choose from {', '.join(TRACKER_NAMES)}.")
     if not run_folder.write:
         return []
-    trackers: list[Tracker] = []
     # files first: what the console shows is then on disk already
-    if "file" in names:
-        trackers.append(FileTracker(run_folder))
+    trackers: list[Tracker] = [FileTracker(run_folder)]
     if "tensorboard" in names:
-        trackers.append(TensorBoardTracker(run_folder, resume_step))
+        trackers.append(TensorBoardTracker(run_folder, resume_step, val_samples))
     if "console" in names:
         trackers.append(ConsoleTracker(console, total_steps))
     return trackers

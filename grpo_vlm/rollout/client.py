@@ -19,7 +19,7 @@ import requests
 from PIL import Image
 
 from grpo_vlm.errors import RolloutError
-from grpo_vlm.rollout.server import MODEL_NAME
+from grpo_vlm.rollout.server import MODEL_NAME, loopback_session
 from grpo_vlm.rollout.types import Completion, Request
 
 CONCURRENCY = 64
@@ -64,13 +64,14 @@ class VLLMClient:
         Raises RolloutError with the server's message.
         """
         try:
-            answer = requests.post(
-                self.url + path,
-                json=body,
-                params=params,
-                headers=self._headers | {"Connection": "close"},
-                timeout=(CONNECT_S, self.request_timeout_s),
-            )
+            with loopback_session() as session:
+                answer = session.post(
+                    self.url + path,
+                    json=body,
+                    params=params,
+                    headers=self._headers | {"Connection": "close"},
+                    timeout=(CONNECT_S, self.request_timeout_s),
+                )
         except requests.RequestException as error:
             raise RolloutError(f"the vLLM server did not answer {path}: {error}") from error
         if answer.status_code != 200:
@@ -200,8 +201,7 @@ class VLLMClient:
         """This thread's session: one kept-alive connection per thread."""
         session = getattr(self._local, "session", None)
         if session is None:
-            session = self._local.session = requests.Session()
-            session.trust_env = False  # a proxy from the environment must not see loopback traffic
+            session = self._local.session = loopback_session()
             session.headers.update(self._headers)
         return session
 

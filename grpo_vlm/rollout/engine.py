@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from grpo_vlm.config import Config
+from grpo_vlm.config import Config, RolloutConfig, dtype_name
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.rollout.client import VLLMClient
 from grpo_vlm.rollout.embedded import TransformersEngine
+from grpo_vlm.rollout.ranks import raise_everywhere, raise_first
 from grpo_vlm.rollout.server import ServerSettings, VLLMServer
-from grpo_vlm.rollout.sync import FileSync, IPCSync, WeightSync, raise_everywhere
+from grpo_vlm.rollout.sync import SHARED_MEMORY, FileSync, IPCSync, WeightSync, remove_left_folders
 from grpo_vlm.rollout.types import Completion, Request, banned_token_ids, eos_token_ids
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SLEEP_LEVEL = 2  # weights and cache are dropped; the next sync brings all weights anyway
 
 
@@ -105,13 +105,17 @@ class VLLMEngine:
         """Start the server on the main process and tell every rank where it is."""
         error, where = None, [None, None]
         if self.accelerator.is_main_process:
+            if self.settings.device == "cpu":
+                remove_left_folders(SHARED_MEMORY, self.run_dir)
+                if ignored := ignored_on_cpu(self.settings):
+                    print(f"The vLLM server on a CPU ignores {', '.join(ignored)}.", file=sys.stderr)
             self.server = VLLMServer(self.settings, self.run_dir / "vllm.log")
             try:
                 self.server.start(self.on_wait)
                 where = [self.server.url, self.server.api_key]
             except RolloutError as problem:
                 error = str(problem)
-        raise_everywhere(error, self.accelerator)
+        raise_everywhere(error, self.accelerator, RolloutError)
         if self.accelerator.num_processes > 1:
             broadcast_object_list(where)
         self.client = VLLMClient(
@@ -152,13 +156,8 @@ class VLLMEngine:
         try:
             completions = self.client.generate(requests, self.version, on_progress)
         except RolloutError as problem:
-            error = str(problem)
-        errors = [error]
-        if self.accelerator.num_processes > 1:
-            errors = gather_object(errors)
-        first = next((message for message in errors if message is not None), None)
-        if first is not None:
-            raise RolloutError(first + self._death())
+            error = str(problem) + self._death()
+        raise_first(error, self.accelerator, RolloutError)
         return completions
 
     def _death(self) -> str:
@@ -183,6 +182,12 @@ class VLLMEngine:
             self.server = None
 
 
+def ignored_on_cpu(settings: ServerSettings) -> list[str]:
+    """The keys that differ from their defaults and that a CPU server does not use."""
+    names = ("enable_chunked_prefill", "gpu_memory_utilization")
+    return [f"worker.rollout.{name}" for name in names if getattr(settings, name) != getattr(RolloutConfig(), name)]
+
+
 def server_settings(config: Config, device: str) -> ServerSettings:
     """The server's settings from a configuration. device: the trainer's device type."""
     rollout, data, model = config.worker.rollout, config.data, config.worker.actor.model
@@ -194,7 +199,7 @@ def server_settings(config: Config, device: str) -> ServerSettings:
         tokenizer_path=model.tokenizer_path,
         device=device,
         max_model_len=rollout.max_model_len or data.max_prompt_length + data.max_response_length,
-        dtype=DTYPES.get(dtype, dtype),
+        dtype=dtype_name(dtype),
         port=rollout.port,
         start_timeout_s=rollout.start_timeout_s,
         cpu_kv_cache_gb=rollout.cpu_kv_cache_gb,

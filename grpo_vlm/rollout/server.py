@@ -149,7 +149,8 @@ class VLLMServer:
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """Whether the server answers /health now."""
         try:
-            return requests.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
+            with loopback_session() as session:
+                return session.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
         except requests.RequestException:
             return False
 
@@ -186,6 +187,14 @@ class VLLMServer:
                 self.process.wait()
 
 
+def loopback_session() -> requests.Session:
+    """A session for requests to 127.0.0.1: a proxy or .netrc of the environment must not see the traffic or the
+    key."""
+    session = requests.Session()
+    session.trust_env = False
+    return session
+
+
 def check_plugin() -> None:
     """RolloutError when vLLM could not find the weight-transfer backend for CPU."""
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
@@ -216,7 +225,7 @@ def server_command(settings: ServerSettings, port: int) -> list[str]:
     # A seeded request whose prefill is split over two steps kills vLLM 0.26 on a CPU ("CPU Generator does not use
     # offset").
     chunked = settings.enable_chunked_prefill and not cpu
-    batched = max(settings.max_num_batched_tokens or 8192, settings.max_model_len)
+    batched = settings.max_num_batched_tokens or max(8192, settings.max_model_len)
     options: dict[str, Any] = {
         "model": settings.model_path,
         "served-model-name": MODEL_NAME,

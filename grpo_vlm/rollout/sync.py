@@ -8,7 +8,10 @@ error of the main process does not stop the walk (the others would hang) but is 
 from __future__ import annotations
 
 import base64
+import os
 import pickle
+import platform
+import re
 import shutil
 import tempfile
 import time
@@ -17,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,10 +27,39 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.rollout.client import VLLMClient
+from grpo_vlm.rollout.ranks import raise_everywhere
 
 CHUNK_BYTES = 512 * 2**20
 SHARED_MEMORY = Path("/dev/shm")
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def folder_prefix() -> str:
+    """Start of the name of a folder of weights: the host (containers may share /dev/shm, but no process ids)."""
+    return f"grpo_vlm-{platform.node()}-"
+
+
+def remove_left_folders(*places: Path) -> list[Path]:
+    """Remove folders of weights whose process was killed in the middle of a sync. Returns what was found."""
+    name = re.compile(re.escape(folder_prefix()) + r"(\d{1,9})-\w+")
+    left = []
+    for place in places:
+        for path in place.iterdir() if place.is_dir() else ():
+            found = name.fullmatch(path.name)
+            if found and _is_dead(int(found[1])):
+                shutil.rmtree(path, ignore_errors=True)  # it may be another user's, or another run may remove it too
+                left.append(path)
+    return left
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it runs, for somebody else
+        return False
+    return False
 
 
 def named_weights(model: nn.Module, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
@@ -116,7 +147,7 @@ class WeightSync:
             error = str(problem)
         for _ in weights:  # ranks that do not send, or the rest after an error: join the gathers
             pass
-        raise_everywhere(error, self.accelerator)
+        raise_everywhere(error, self.accelerator, RolloutError)
         return {"sync/seconds": time.perf_counter() - started, "sync/gb": sent / 1e9}
 
     def _transfer(self, model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> int:
@@ -140,7 +171,8 @@ class FileSync(WeightSync):
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * needed
         chunk: dict[str, Tensor] = {}
         sent = waiting = 0
-        with tempfile.TemporaryDirectory(prefix="grpo_vlm-", dir=SHARED_MEMORY if roomy else self.run_dir) as folder:
+        prefix = f"{folder_prefix()}{os.getpid()}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=SHARED_MEMORY if roomy else self.run_dir) as folder:
             path = Path(folder) / "weights.safetensors"
             for name, tensor in weights:
                 chunk[name] = self._cast(tensor).to("cpu", copy=True).contiguous()
@@ -197,12 +229,3 @@ class IPCSync(WeightSync):
             "ipc_handles_pickled": handle,
         }
         self.client.post("/update_weights", {"update_info": info})
-
-
-def raise_everywhere(error: str | None, accelerator: Any) -> None:
-    """RolloutError on every rank when the main process has one; a collective."""
-    message = [error]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(message)
-    if message[0] is not None:
-        raise RolloutError(message[0])

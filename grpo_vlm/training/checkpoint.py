@@ -1,12 +1,13 @@
 """A checkpoint is `global_step_N/model/`, which transformers loads as it is, and `global_step_N/state/`, which an
 exact resume needs. Written beside and renamed when complete."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from grpo_vlm.config import Config
+from grpo_vlm.config import Config, updates_per_step
 from grpo_vlm.errors import ConfigError
 from grpo_vlm.report.run_folder import RunFolder
 
@@ -51,10 +52,11 @@ def find_resume(config: Config, folder_path: Path, last_step: int | None) -> tup
         ConfigError: the checkpoint is absent or has no optimizer state.
     """
     named = config.trainer.load_checkpoint_path
-    if named:
+    own = config.trainer.find_last_checkpoint and last_step is not None
+    if named and not (own and Path(named).resolve().parent != folder_path.resolve()):
         path = Path(named)
         step = int(path.name.removeprefix(STEP_PREFIX))
-    elif config.trainer.find_last_checkpoint and last_step is not None:
+    elif own:  # also when the run was begun from `load_checkpoint_path` elsewhere and has come further since
         path, step = folder_path / f"{STEP_PREFIX}{last_step}", last_step
     else:
         return None
@@ -66,5 +68,12 @@ def find_resume(config: Config, folder_path: Path, last_step: int | None) -> tup
             f"{key}: {path} was saved with trainer.save_model_only=true, so the optimizer's state is not there."
             f" Start a new run from the weights with worker.actor.model.model_path={path / 'model'} and another"
             " trainer.experiment_name."
+        )
+    saved = json.loads((path / "state" / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+    if saved != step * updates_per_step(config):
+        raise ConfigError(
+            f"{key}: {path} was saved with {saved // step} updates per rollout step, now there are"
+            f" {updates_per_step(config)}. Keep data.rollout_batch_size / worker.actor.global_batch_size *"
+            " worker.actor.ppo_epochs as it was, or start a new run from its model/ folder."
         )
     return step, path

@@ -3,10 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from accelerate import Accelerator
+
 from grpo_vlm.config import Config, sampling_values
 from grpo_vlm.data.rows import Prompt
+from grpo_vlm.errors import RewardError
 from grpo_vlm.rewards.loader import Reward, RewardSample
 from grpo_vlm.rollout.engine import Engine
+from grpo_vlm.rollout.ranks import raise_first
 from grpo_vlm.rollout.types import Completion, Request, Sampling, request_seed
 from grpo_vlm.training.batch import Group
 
@@ -19,8 +23,8 @@ def sampling(config: Config, *, validation: bool = False) -> Sampling:
 class Collector:
     """Generates with the engine and scores with the reward; knows nothing of training."""
 
-    def __init__(self, config: Config, engine: Engine, reward: Reward, tokenizer: Any):
-        self.engine, self.reward, self.tokenizer = engine, reward, tokenizer
+    def __init__(self, config: Config, engine: Engine, reward: Reward, tokenizer: Any, accelerator: Accelerator):
+        self.engine, self.reward, self.tokenizer, self.accelerator = engine, reward, tokenizer, accelerator
         self.seed = config.worker.rollout.seed
         self.skip_special_tokens = config.worker.reward.skip_special_tokens
 
@@ -41,13 +45,19 @@ class Collector:
         return self.engine.generate(requests, on_progress)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        """Calls the reward once with all samples of this rank."""
+        """Calls the reward once with all samples of this rank. A RewardError of one rank is raised on all."""
         samples = [
             self.sample(prompt, completion)
             for prompt, row in zip(prompts, completions, strict=True)
             for completion in row
         ]
-        scores = iter(self.reward(samples))
+        error, found = None, []
+        try:
+            found = self.reward(samples) if samples else []
+        except RewardError as problem:
+            error = str(problem)
+        raise_first(error, self.accelerator, RewardError)
+        scores = iter(found)
         return [
             Group(prompt, tuple(row), tuple(next(scores) for _ in row))
             for prompt, row in zip(prompts, completions, strict=True)

@@ -1,5 +1,6 @@
 """Validation: the answers to the held-out rows under their own sampling settings, scored by the same reward."""
 
+import math
 from collections.abc import Sequence
 
 from torch.utils.data import Dataset
@@ -25,9 +26,10 @@ def validate(
     The seeds do not depend on the step, so that two validations differ by the weights alone.
     """
     mine = range(rank, len(rows), world_size)
-    size = len(mine) if batch_size < 1 else max(1, batch_size // world_size)
+    largest_share = math.ceil(len(rows) / world_size)
+    size = largest_share if batch_size < 1 else max(1, batch_size // world_size)
     groups: list[Group] = []
-    for first in range(0, len(mine), size):
+    for first in range(0, largest_share, size):  # as many rounds on every rank: the engine's calls are collective
         prompts = [rows[index] for index in mine[first : first + size]]
         completions = collector.generate(prompts, sampling, step=0, purpose="val")
         groups += collector.score(prompts, completions)

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from grpo_vlm.config import Config
+from grpo_vlm.config import Config, sampling_values
 from grpo_vlm.report import metrics
 from grpo_vlm.report.record import Sample
 
@@ -133,12 +133,20 @@ def rollout_metrics(rows: Sequence[Scored], config: Config) -> dict[str, float]:
 
 def validation_metrics(rows: Sequence[Scored], config: Config) -> dict[str, float]:
     """Metrics of the answers to the held-out rows (all ranks)."""
+    limit = sampling_values(config, validation=True)["max_tokens"]
     return metrics.validation_metrics(
         [row.sample.scores for row in rows],
         [row.sample.response_length for row in rows],
         [row.prompt_length for row in rows],
-        **_limits(config),
+        **{**_limits(config), "max_response_length": limit},
     )
+
+
+def load_metrics(rows: Sequence[Scored], world_size: int) -> dict[str, float]:
+    """How evenly the tokens lie on the ranks; `rows` are in the order of the ranks, equally many of each."""
+    share = len(rows) // world_size
+    lengths = [row.prompt_length + row.sample.response_length for row in rows]
+    return metrics.seqlen_metrics([sum(lengths[rank * share : (rank + 1) * share]) for rank in range(world_size)])
 
 
 def speed_metrics(rows: Sequence[Scored], seconds: dict[str, float], num_devices: int) -> dict[str, float]:

@@ -8,30 +8,33 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_vlm.config import Config, run_folder, to_yaml, updates_per_step
 from grpo_vlm.data.dataset import PromptDataset
 from grpo_vlm.data.sampler import steps_per_epoch
-from grpo_vlm.errors import ConfigError, DataError, RewardError
+from grpo_vlm.errors import ConfigError, DataError, GRPOVLMError, RewardError
 from grpo_vlm.model.load import load_policy, load_processor, load_reference
 from grpo_vlm.report.console import Console
-from grpo_vlm.report.record import Sample
-from grpo_vlm.report.run_folder import RunFolder, last_checkpoint
+from grpo_vlm.report.record import Sample, spread
+from grpo_vlm.report.run_folder import BEFORE_START, RunFolder, last_checkpoint
 from grpo_vlm.report.trackers import make_trackers
 from grpo_vlm.rewards.loader import RewardSample, load_reward
 from grpo_vlm.training import checkpoint
 from grpo_vlm.training.arguments import launched_with_deepspeed
 from grpo_vlm.training.trainer import GRPOVLMTrainer
 
-SHOWN_SAMPLES = 5
 LAST_LINES = 500
+T = TypeVar("T")
 REWARD_TRIALS = 4  # rows on which the reward is called before anything heavy
 
 
@@ -41,6 +44,14 @@ def quieten() -> None:
     """
     disable_progress_bar()
     logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
+
+
+def join_processes() -> None:
+    """Connects the processes that the launcher started, before the first of them has something to tell."""
+    if torch.accelerator.is_available():
+        PartialState()
+    else:  # Accelerate picks no backend by itself for DeepSpeed on a machine without an accelerator
+        PartialState(cpu=not launched_with_deepspeed(), backend="gloo")
 
 
 class Session:
@@ -61,30 +72,30 @@ class Session:
         self.console = Console(enabled=self.is_main)
         for notice in notices:
             self.console.note(notice)
+        if self.world_size > 1:
+            join_processes()
         self.reward = load_reward(
-            reward or config.worker.reward.reward_function, dict(config.worker.reward.reward_function_kwargs)
+            config.worker.reward.reward_function if reward is None else reward,
+            dict(config.worker.reward.reward_function_kwargs),
         )
         processor = load_processor(config)
-        self.train_set = self._rows("data.train_files", train_rows or config.data.train_files, processor)
-        val_source = val_rows or config.data.val_files
-        self.val_set = self._rows("data.val_files", val_source, processor) if val_source else None
+        self.train_set = self._rows("data.train_files", train_rows, config.data.train_files, processor)
+        self.val_set = None
+        if val_rows is not None or config.data.val_files:
+            self.val_set = self._rows("data.val_files", val_rows, config.data.val_files, processor)
         self.rollout_steps = self._count_steps()
-        self._try_reward()
+        self._on_main(self._try_reward)
         path = run_folder(config)
-        resume = checkpoint.find_resume(config, path, last_checkpoint(path))
+        resume = self._on_main(lambda: checkpoint.find_resume(config, path, last_checkpoint(path)))
         self.resume_step, self.resume_path = resume or (None, None)
-        self.folder = RunFolder.open(
-            path, resume_step=self.resume_step, config_yaml=to_yaml(config), write=self.is_main
-        )
-        self.stack.callback(self.folder.close)
-        for change in self.folder.config_changes:
-            self.console.warn(f"changed since the run began: {change}")
-        for name, count in self.folder.superseded.items():
-            self.console.note(f"{name}: {count} entries after step {self.resume_step} were moved aside")
+        self._on_main(lambda: self._open_folder(path))
+        if not self.is_main:
+            self._open_folder(path)
         try:
             self.trainer = self._build_trainer(processor)
         except BaseException:
             self.folder.abandon()
+            self.stack.close()
             raise
 
     def __enter__(self) -> "Session":
@@ -126,19 +137,52 @@ class Session:
 
     def _last_samples(self) -> list[Sample]:
         """A few answers of the last step, of different rows; those to held-out rows where there are some."""
-        path = self.folder.samples_path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        samples = [Sample(**json.loads(line)) for line in lines[-LAST_LINES:]]
-        samples = [sample for sample in samples if sample.split == samples[-1].split]
-        by_row = list({sample.row_id: sample for sample in samples}.values())
-        return by_row[:: max(1, len(by_row) // SHOWN_SAMPLES)][:SHOWN_SAMPLES]
+        count, path = self.config.trainer.val_generations_to_log, self.folder.samples_path
+        if count < 1 or not path.exists():
+            return []
+        with path.open(encoding="utf-8") as lines:
+            samples = [Sample(**json.loads(line)) for line in deque(lines, maxlen=LAST_LINES)]
+        return spread([sample for sample in samples if sample.split == samples[-1].split], count)
 
     # ---- building
 
-    def _rows(self, key: str, source: Any, processor: Any) -> PromptDataset:
-        rows = PromptDataset(source, self.config.data, processor)
+    def _on_main(self, call: Callable[[], T]) -> T:
+        """What `call` returns on the main process, on every rank; a user's error in it is raised on every rank."""
+        outcome: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                outcome[0] = call()
+            except GRPOVLMError as error:
+                outcome[1] = error
+        if self.world_size > 1:
+            broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def _open_folder(self, path: Path) -> None:
+        self.folder = RunFolder.open(
+            path,
+            resume_step=self.resume_step,
+            config_yaml=to_yaml(self.config, redact=True),
+            write=self.is_main,
+            restart=self.config.trainer.find_last_checkpoint,
+        )
+        self.stack.callback(self.folder.close)
+        for change in self.folder.config_changes:
+            self.console.warn(f"changed since the run began: {change}")
+        since = (
+            "before its first checkpoint" if self.folder.resume_step == BEFORE_START else f"after {self.resume_step}"
+        )
+        for name, count in self.folder.superseded.items():
+            self.console.note(f"{name}: {count} entries of a run that ended {since} were moved aside")
+
+    def _rows(self, key: str, given: Sequence[Mapping[str, Any]] | None, named: str, processor: Any) -> PromptDataset:
+        """The rows given as objects, else those of the configuration, checked; the main process checks for all."""
+        rows = PromptDataset(named if given is None else given, self.config.data, processor)
         began = time.perf_counter()
-        report = rows.validate()
+        report = self._on_main(rows.validate)
+        rows.select(report.kept)
         self.console.note(
             f"{key}: {len(report.kept)} of {report.rows} rows, longest prompt {report.longest} tokens"
             f" (checked in {time.perf_counter() - began:.1f} s)"
@@ -162,6 +206,7 @@ class Session:
         """Calls the reward on the first rows with their own answers, so that a broken function is found now and not
         after the first generation."""
         rows = [self.train_set[index] for index in range(min(REWARD_TRIALS, len(self.train_set)))]
+        groups = [row for row in rows for _ in range(self.config.worker.rollout.n)]  # a reward may count on groups
         self.reward(
             [
                 RewardSample(
@@ -175,21 +220,19 @@ class Session:
                     columns=row.columns,
                     images=row.images,
                 )
-                for row in rows
+                for row in groups
             ]
         )
 
     def _build_trainer(self, processor: Any) -> GRPOVLMTrainer:
         config = self.config
-        if self.world_size > 1 and not torch.accelerator.is_available():
-            # Accelerate picks no backend by itself for DeepSpeed on a machine without an accelerator
-            PartialState(cpu=not launched_with_deepspeed(), backend="gloo")
         trackers = make_trackers(
             config.trainer.logger,
             self.folder,
             console=self.console,
             total_steps=self.rollout_steps,
-            resume_step=self.resume_step,
+            resume_step=self.folder.resume_step,
+            val_samples=config.trainer.val_generations_to_log,
         )
         for tracker in trackers:
             self.stack.callback(tracker.close)

@@ -12,6 +12,7 @@ Shape legend: B samples of this rank, T completion tokens.
 """
 
 import dataclasses
+import math
 import operator
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +45,15 @@ from grpo_vlm.training.arguments import learning_rate_factor, training_arguments
 from grpo_vlm.training.batch import Group, Padding, RolloutBatch, blank_image, micro_batches
 from grpo_vlm.training.collect import Collector, sampling
 from grpo_vlm.training.evaluate import to_samples, validate
-from grpo_vlm.training.observe import Meter, Scored, Stopwatch, rollout_metrics, speed_metrics, validation_metrics
+from grpo_vlm.training.observe import (
+    Meter,
+    Scored,
+    Stopwatch,
+    load_metrics,
+    rollout_metrics,
+    speed_metrics,
+    validation_metrics,
+)
 from grpo_vlm.training.plan import RolloutPlan
 
 
@@ -103,7 +112,7 @@ class GRPOVLMTrainer(GRPOTrainer):
         self.engine = make_engine(
             config, processor=processor, model=self.model, accelerator=self.accelerator, run_dir=folder.path
         )
-        self.collector = Collector(config, self.engine, reward, processor.tokenizer)
+        self.collector = Collector(config, self.engine, reward, processor.tokenizer, self.accelerator)
         if reference is not None:
             self.ref_model = self._prepare_reference(reference)
         self.resumed = False
@@ -137,12 +146,40 @@ class GRPOVLMTrainer(GRPOTrainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """All of them: EasyR1 and verl decay norms and biases too, transformers does not."""
+        return [name for name, _ in model.named_parameters()]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restores the states; the settings are the configuration's, which may have changed since."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        optim = self.config.worker.actor.optim
+        self.lr_scheduler.base_lrs = [optim.lr] * len(self.lr_scheduler.base_lrs)
+        rate = optim.lr * learning_rate_factor(self.config, self.rollout_step, self.rollout_steps)
+        self.lr_scheduler._last_lr = [rate] * len(self.lr_scheduler.base_lrs)
+        for group in self.optimizer.param_groups:
+            group |= {"lr": rate, "initial_lr": optim.lr, "betas": tuple(optim.betas)}
+            group["weight_decay"] = optim.weight_decay
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clips; a gradient that is not finite is dropped, so that this update leaves the weights as they are."""
+        norm = super()._clip_grad_norm(model)
+        finite = norm is None or math.isfinite(float(norm))  # DeepSpeed has stepped by now and tells no norm here
+        if not finite:
+            self.console.warn(
+                f"update {self.state.global_step + 1}: the gradient is not finite, the update is skipped"
+            )
+            model.zero_grad()
+        self.meter.add("actor/skipped_updates", torch.tensor(float(not finite)))
+        return norm
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Nothing: the constructor was given the checkpoint's weights."""
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """The whole run is one epoch of updates; validation before training stands in front of it."""
         trainer = self.config.trainer
+        self._step_began = time.perf_counter()
         if trainer.val_only:
             if self.resumed:  # this step is on file: what a second validation of it says is only shown
                 self.trackers = [tracker for tracker in self.trackers if isinstance(tracker, ConsoleTracker)]
@@ -165,7 +202,7 @@ class GRPOVLMTrainer(GRPOTrainer):
         self, tr_loss: Tensor, grad_norm: Any, *args: Any, learning_rate: float | None = None
     ):
         """Called after each optimizer update, and once more at the end: closes the rollout step after the last of
-        its updates."""
+        its updates. A checkpoint is written after the step's line, so its seconds stand in the next one."""
         if not self._collected:
             return
         self.meter.add("actor/grad_norm", torch.as_tensor(float(grad_norm)))
@@ -180,7 +217,6 @@ class GRPOVLMTrainer(GRPOTrainer):
         if last or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
             with self._phase("save_checkpoint"):
                 checkpoint.save(self, self.folder, step, score=record.metrics.get("val/reward_score"))
-            self._step_began = time.perf_counter()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Hands numbers to the callbacks; the record of a step has been written by then."""
@@ -247,7 +283,8 @@ class GRPOVLMTrainer(GRPOTrainer):
         rewards[torch.arange(len(scores)), mask.sum(-1).long() - 1] = scores
         if rollouts.ref_log_probs is not None and not algorithm.use_kl_loss:
             penalty = kl.estimate(algorithm.kl_penalty, rollouts.old_log_probs, rollouts.ref_log_probs) * mask
-            self.meter.add("actor/kl_penalty", penalty.sum() / mask.sum())
+            self.meter.mean("actor/kl_penalty", penalty.sum(), mask.sum())
+            self.meter.add("actor/kl_coef", torch.tensor(algorithm.kl_coef))
             rewards = rewards - algorithm.kl_coef * penalty
         estimated = advantages.estimate(algorithm.adv_estimator, rewards, mask, rollouts.group_ids)
         return dataclasses.replace(rollouts, rewards=rewards.sum(-1), advantages=estimated)
@@ -305,6 +342,7 @@ class GRPOVLMTrainer(GRPOTrainer):
             divergence = losses.average(per_token, batch.mask, actor.loss_avg_mode, whole)
             loss = loss + algorithm.kl_coef * divergence
             metrics["kl_loss"] = divergence.detach()
+            self.meter.add("actor/kl_coef", torch.tensor(algorithm.kl_coef))
         self.meter.share({f"actor/{name}": value for name, value in metrics.items()})
         return loss
 
@@ -331,7 +369,9 @@ class GRPOVLMTrainer(GRPOTrainer):
         seconds, now = self.clock.take(), time.perf_counter()
         seconds["step"], self._step_began = now - self._step_began, now
         if collected:
-            metrics |= speed_metrics(collected, seconds, self.args.world_size)
+            metrics |= speed_metrics(collected, seconds, self.args.world_size) | load_metrics(
+                collected, self.args.world_size
+            )
         record = StepRecord(step, metrics, [row.sample for row in collected + validated], seconds)
         for tracker in self.trackers:
             tracker.log(record)

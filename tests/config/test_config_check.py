@@ -1,10 +1,12 @@
 """Single keys: states, choices, ranges; rules between keys; the launcher; all faults at once; notices."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from grpo_vlm.config import Config, check_config, load_config
+from grpo_vlm.config import Config, check_config, load_and_check, load_config
+from grpo_vlm.config.check import get
 from grpo_vlm.config.load import schema_options
 from grpo_vlm.config.options import NEUTRAL, PLANNED
 from grpo_vlm.errors import ConfigError
@@ -66,6 +68,7 @@ def test_the_keys_that_do_not_work_yet_are_the_known_ones() -> None:
         "worker.actor.tau_positive",
         "worker.actor.tau_negative",
         "worker.actor.ulysses_size",
+        "worker.actor.model.override_config",
         "worker.actor.fsdp.enable_full_shard",
         "worker.actor.fsdp.enable_cpu_offload",
         "worker.actor.fsdp.enable_rank0_init",
@@ -269,8 +272,6 @@ def test_all_kinds_of_faults_come_in_one_message(faults: Check) -> None:
 
 
 def test_a_faulty_key_causes_no_second_fault_by_its_default(folder: object) -> None:
-    from grpo_vlm.config import load_and_check
-
     items = ["data.train_file=train.parquet", "worker.actor.model.model_pth=model", "worker.rollout.n=many"]
     items += ["worker.reward.reward_function=./reward.py:compute_score"]
     with pytest.raises(ConfigError) as caught:
@@ -283,8 +284,6 @@ def test_a_faulty_key_causes_no_second_fault_by_its_default(folder: object) -> N
 
 
 def test_an_unreadable_file_is_the_only_fault() -> None:
-    from grpo_vlm.config import load_and_check
-
     with pytest.raises(ConfigError) as caught:
         load_and_check("no/such.yaml")
     assert str(caught.value).splitlines()[0] == "The configuration has 1 fault:"
@@ -320,6 +319,42 @@ def test_a_config_changed_in_place_is_checked_and_put_into_its_types(folder: obj
 def test_settings_that_surprise_get_a_notice(items: list[str], start: str, notices: Check) -> None:
     (text,) = notices(*items)
     assert text.startswith(start)
+
+
+def test_keys_of_the_vllm_server_have_no_effect_with_transformers(notices: Check) -> None:
+    values = {"dtype": "bf16", "limit_images": 2, "enable_chunked_prefill": "true", "max_model_len": 2000}
+    values |= {"gpu_memory_utilization": 0.5, "enforce_eager": "true", "max_num_batched_tokens": 9000, "port": 4000}
+    values |= {"start_timeout_s": 5, "request_timeout_s": 5, "cpu_kv_cache_gb": 2}
+    items = [f"worker.rollout.{name}={value}" for name, value in values.items()]
+    assert notices(*items, check_port=False) == []
+    (text,) = notices(*items, "worker.rollout.name=transformers")
+    assert text == (
+        f"worker.rollout.{', '.join(values)}: no effect with worker.rollout.name = transformers; vllm uses it"
+    )
+
+
+def test_the_home_directory_is_put_in_once_all_is_sound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "runs/global_step_3").mkdir(parents=True)
+    paths = {
+        "data.train_files": "train.parquet@train",
+        "data.val_files": "val.parquet",
+        "data.format_prompt": "prompt.jinja",
+        "data.override_chat_template": "prompt.jinja",
+        "data.image_dir": "model",
+        "worker.actor.model.model_path": "model",
+        "worker.actor.model.tokenizer_path": "model",
+        "worker.reward.reward_function": "reward.py:compute_score",
+        "trainer.save_checkpoint_path": "runs/new",
+        "trainer.load_checkpoint_path": "runs/global_step_3",
+    }
+    (folder / "run.yaml").write_text("worker: {rollout: {n: 8}}\n")
+    items = [f"{key}=~/{path}" for key, path in paths.items()]
+    config, _ = load_and_check(
+        "~/run.yaml", [*items, "data.rollout_batch_size=64", "worker.actor.global_batch_size=32"]
+    )
+    assert config.worker.rollout.n == 8
+    assert {key: get(config, key) for key in paths} == {key: f"{folder}/{path}" for key, path in paths.items()}
 
 
 def test_the_default_config_lacks_the_required_keys_only() -> None:

@@ -134,6 +134,21 @@ def test_the_engines_limits_hold_a_prompt_and_its_response(name: str, faults: Ch
     assert notices(f"worker.rollout.{name}=1024") == []
 
 
+def test_a_pass_of_the_server_holds_its_longest_sequence(faults: Check, notices: Check) -> None:
+    items = ["worker.rollout.max_model_len=2000", "worker.rollout.max_num_batched_tokens=1500"]
+    (fault,) = faults(*items)
+    assert fault == (
+        "worker.rollout.max_num_batched_tokens: 1500 is less than worker.rollout.max_model_len = 2000; raise the "
+        "first or lower the second"
+    )
+    assert notices(items[0], "worker.rollout.max_num_batched_tokens=2000") == []
+
+
+def test_transformers_has_none_of_the_servers_limits(notices: Check) -> None:
+    items = ["data.max_prompt_length=9000", "worker.rollout.val_override_config.max_tokens=600"]
+    assert notices(*items, "worker.rollout.name=transformers") == []
+
+
 def test_validation_may_not_be_longer_than_the_engine_allows(faults: Check, notices: Check) -> None:
     (fault,) = faults("worker.rollout.val_override_config.max_tokens=600")
     assert fault == (

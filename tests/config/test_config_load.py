@@ -208,6 +208,29 @@ def test_to_yaml_reads_back_to_an_equal_config(tmp_path: Path) -> None:
     assert load_config(None, items).worker.actor.optim.lr == 3.3e-7
 
 
+def test_to_yaml_hides_secrets_of_the_reward_function_when_asked(tmp_path: Path) -> None:
+    given = {
+        "API_Key": "s3cret",
+        "judge": {"password": "s3cret", "url": "http://judge", "tokens": 5, "credentials": {"user": "s3cret"}},
+        "urls": [{"access_token": "s3cret", "name": "a"}],
+        "client_secret": ["s3cret", None],
+        "weight": 0.5,
+    }
+    config = load_config(None, base={"worker.reward.reward_function_kwargs": given, "trainer.project_name": "key"})
+    text = to_yaml(config, redact=True)
+    assert "s3cret" not in text and to_yaml(config).count("s3cret") == 5
+    read = load_config(write(tmp_path, text))
+    hidden = "[redacted]"
+    assert read.worker.reward.reward_function_kwargs == {
+        "API_Key": hidden,
+        "judge": {"password": hidden, "url": "http://judge", "tokens": 5, "credentials": {"user": hidden}},
+        "urls": [{"access_token": hidden, "name": "a"}],
+        "client_secret": [hidden, None],
+        "weight": 0.5,
+    }
+    assert read.trainer.project_name == "key" and config.worker.reward.reward_function_kwargs == given
+
+
 def test_derived_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(

@@ -122,6 +122,26 @@ def test_sources_that_cannot_be_read(processor, data_config, tmp_path, name, con
         PromptDataset(str(tmp_path / name), data_config(), processor)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_json_that_is_not_utf8_names_line_and_byte(processor, data_config, tmp_path, name):
+    content = b'[{"problem": "a"},\n' + b" " * 20_000 + '{"problem": "größer"}]'.encode("latin-1")
+    (tmp_path / name).write_bytes(content)
+    place = rf"{name}, line 2, byte {content.index(0xF6)} of the file \(0xf6\): is not UTF-8; save the file as UTF-8"
+    with pytest.raises(DataError, match=place):
+        PromptDataset(str(tmp_path / name), data_config(), processor)
+
+
+def test_a_broken_saved_folder(processor, data_config, tmp_path):
+    datasets.Dataset.from_list([{"problem": "a", "answer": "b"}]).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / "state.json").write_text("{")
+    with pytest.raises(DataError, match=r"saved@train cannot be read: JSONDecodeError"):
+        PromptDataset(str(tmp_path / "saved"), data_config(), processor)
+    (tmp_path / "dict").mkdir()
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(DataError, match=r"dict@train cannot be read: FileNotFoundError"):
+        PromptDataset(str(tmp_path / "dict"), data_config(), processor)
+
+
 def test_splits_and_folders_that_do_not_exist(processor, data_config, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(rows(1, images=[])[0]))
     (tmp_path / "empty").mkdir()

@@ -108,6 +108,7 @@ def test_faults_name_row_and_column(processor, data_config, bad, message):
         ("{{ contents }}", r"uses \['contents'\]; it must use `content`"),
         ("no variable", "uses no variable"),
         ("{{ content", "line 1: "),
+        ("a\n{{ content | no_such }}", r"data\.format_prompt: .*bad\.jinja, line 2: No filter named 'no_such'"),
     ],
 )
 def test_format_prompt_is_checked_before_any_row(processor, data_config, tmp_path, template, message):
@@ -130,6 +131,29 @@ def test_override_chat_template_replaces_the_processors(processor, data_config, 
     (tmp_path / "own.jinja").write_text(own + "{% endfor %}{% endfor %}#")
     builder = PromptBuilder(data_config(override_chat_template=str(tmp_path / "own.jinja")), processor)
     assert builder.build(row(), "rows:0").text == "<|image_pad|>What color?#"
+
+
+def test_a_chat_template_with_a_syntax_error_names_key_and_line(processor, data_config, tmp_path):
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}\n{% endif %}")
+    builder = PromptBuilder(data_config(override_chat_template=str(tmp_path / "own.jinja")), processor)
+    with pytest.raises(ConfigError, match=r"data\.override_chat_template: .*own\.jinja, line 2: .*endif"):
+        builder.build(row(), "rows:0")
+
+
+@pytest.mark.parametrize("key", ["format_prompt", "override_chat_template"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a\ngröß {{ content }}".encode("latin-1"), "line 2: is not UTF-8"),
+        (b"\xef\xbb\xbf{{ content }}", "byte-order"),
+    ],
+)
+def test_template_files_are_plain_utf8(processor, data_config, tmp_path, key, content, message):
+    (tmp_path / "bad.jinja").write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=rf"data\.{key}: .*bad\.jinja, line \d: .*{message.partition(': ')[2] or message}"
+    ):
+        PromptBuilder(data_config(**{key: str(tmp_path / "bad.jinja")}), processor)
 
 
 def test_the_shipped_format_prompts_keep_the_question(processor, data_config, pytestconfig):

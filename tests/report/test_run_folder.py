@@ -201,7 +201,7 @@ def test_two_processes_cannot_write_one_run(tmp_path):
 
 def test_abandon_leaves_nothing_of_a_run_without_a_step(tmp_path):
     folder = RunFolder.open(tmp_path / "project" / "run", resume_step=None, config_yaml=CONFIG)
-    folder.vllm_log_path.write_text("log")
+    (folder.path / "vllm.log").write_text("log")
     folder.tensorboard_path.mkdir()
     folder.begin_checkpoint(1)
     folder.abandon()

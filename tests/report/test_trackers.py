@@ -53,7 +53,7 @@ def test_one_record_goes_everywhere_and_resume_replaces_the_rest(tmp_path):
 def test_an_abandoned_run_keeps_its_events_and_leaves_nothing_without_any(tmp_path):
     for steps in (0, 1):
         folder = RunFolder.open(tmp_path / "project" / "run", resume_step=None, config_yaml="a: 1\n")
-        (tracker,) = make_trackers(["tensorboard"], folder, console=Console(), total_steps=1)
+        _, tracker = make_trackers(["tensorboard"], folder, console=Console(), total_steps=1)
         for step in range(steps):
             tracker.log(StepRecord(step, {"reward/overall": 0.5}))
         folder.abandon()

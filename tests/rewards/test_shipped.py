@@ -28,6 +28,9 @@ def score(spec, response, truth, **kwargs):
         ("<think>x</think>\\boxed{}", "4", 1, 0),
         ("", "4", 0, 0),
         ("\\boxed{-8}", "- 8", 0, 1),
+        ("< think >so< / think > \\boxed{4}", "4", 1, 1),
+        ("<think>so</ think\n>\\boxed{1 / 2}", "0.5", 1, 1),
+        ("<thi nk>so</think> \\boxed{4}", "4", 0, 1),
     ],
 )
 def test_geo3k(response, truth, format_, accuracy):

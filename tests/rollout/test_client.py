@@ -1,14 +1,17 @@
 """What the client makes of a faulty server. A real vLLM does not misbehave on demand, so a small HTTP server does."""
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+import requests
 
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.rollout.client import VLLMClient
+from grpo_vlm.rollout.server import ServerSettings, VLLMServer
 from grpo_vlm.rollout.types import Request, Sampling
 
 GOOD = {
@@ -45,6 +48,11 @@ def faulty():
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def log_message(self, *_):
             pass
@@ -107,6 +115,28 @@ def test_a_connection_that_breaks_every_time_names_the_row(faulty):
     script += [None] * 3
     with pytest.raises(RolloutError, match="row data:5: the connection to the vLLM server broke"):
         client.generate([request()], 0)
+
+
+def test_no_request_goes_to_a_proxy(faulty, monkeypatch, tmp_path):
+    client, script, _ = faulty
+    server = VLLMServer(ServerSettings(model_path="m", device="cpu", max_model_len=8), tmp_path / "vllm.log")
+    server.port = int(client.url.rpartition(":")[2])
+    with socket.socket() as proxy:
+        proxy.bind(("127.0.0.1", 0))
+        proxy.listen()
+        proxy.settimeout(0.2)
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        client.request_timeout_s = 5.0
+        assert "http" in requests.utils.get_environ_proxies(client.url)  # a plain request would take it
+        script += [(200, {}), (200, GOOD)]
+        client.post("/sleep", level=2)
+        assert len(client.generate([request()], 0)[0]) == 2
+        assert server.healthy()
+        with pytest.raises(TimeoutError):
+            proxy.accept()
 
 
 def test_a_server_that_is_not_there(faulty):

@@ -13,7 +13,9 @@ import time
 import psutil
 import pytest
 
+from grpo_vlm.config import Config, load_config
 from grpo_vlm.errors import RolloutError
+from grpo_vlm.rollout.engine import ignored_on_cpu, server_settings
 from grpo_vlm.rollout.server import GUARD, ServerSettings, VLLMServer, server_command, server_environment
 from tests.tiny import tiny_model
 
@@ -91,6 +93,15 @@ def test_cuda_server_uses_ipc_and_may_sleep(settings):
     assert '{"backend": "ipc"}' in command and "--enable-sleep-mode" in command and "--enforce-eager" not in command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.3"
     assert server_environment(cuda, "key")["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+
+
+def test_what_a_cpu_server_ignores_is_named():
+    assert ignored_on_cpu(server_settings(Config(), "cpu")) == []
+    items = ["worker.rollout.enable_chunked_prefill=true", "worker.rollout.gpu_memory_utilization=0.5"]
+    assert ignored_on_cpu(server_settings(load_config(None, items), "cpu")) == [
+        "worker.rollout.enable_chunked_prefill",
+        "worker.rollout.gpu_memory_utilization",
+    ]
 
 
 def test_the_launchers_variables_do_not_reach_the_server(settings, monkeypatch):

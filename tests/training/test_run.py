@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_vlm import Run
+from grpo_vlm import ConfigError, DataError, RewardError, Run
+from grpo_vlm.training.evaluate import validate
 from tests.training.rigs import hashed_reward, largest_difference, parameters, rows, session, settings
 
 
@@ -87,6 +88,81 @@ def test_a_frozen_vision_tower_does_not_move(tmp_path, tmp_path_factory):
         after = parameters(parts.trainer)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and not any("visual" in name for name in moved)
+
+
+def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing(tmp_path, tmp_path_factory):
+    changes = {"worker.actor.optim.lr": 1e-2, "worker.actor.optim.weight_decay": 0.5}
+    with session(settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **changes)) as parts:
+        loss = parts.trainer._loss
+        parts.trainer._loss = lambda *args: loss(*args) * float("nan")
+        before = parameters(parts.trainer)
+        parts.train()
+        assert all(torch.equal(before[name], value) for name, value in parameters(parts.trainer).items())
+    assert records(tmp_path / "run")[0]["actor/skipped_updates"] == 1.0
+
+
+def test_resume_takes_the_new_rate_and_refuses_another_number_of_updates(tmp_path, tmp_path_factory):
+    root, folder = tmp_path_factory.getbasetemp(), tmp_path / "run"
+    two = {"trainer.max_steps": 2, "trainer.save_freq": 1, "trainer.val_before_train": False}
+    Run(settings(root, folder, **two), train_rows=rows(12), reward=hashed_reward).train()
+    three = {**two, "trainer.max_steps": 3, "worker.actor.optim.lr": 5e-3}
+    with pytest.raises(ConfigError, match="updates per rollout step"):
+        Run(
+            settings(root, folder, **three, **{"worker.actor.ppo_epochs": 2}),
+            train_rows=rows(12),
+            reward=hashed_reward,
+        ).train()
+    Run(settings(root, folder, **three), train_rows=rows(12), reward=hashed_reward).train()
+    assert [record["step"] for record in records(folder)] == [1, 2, 3]
+    assert [record["actor/lr"] for record in records(folder)] == pytest.approx([1e-4, 1e-4, 5e-3])
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, tmp_path_factory):
+    config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **{"trainer.max_steps": 2})
+
+    class Stop(Exception):
+        pass
+
+    def fails_at_step_two(reward_inputs, calls=[]):  # noqa: B006  # counts its own calls: a trial, step 1, step 2
+        calls.append(1)
+        if len(calls) == 3:
+            raise Stop
+        return hashed_reward(reward_inputs)
+
+    with pytest.raises(RewardError, match="Stop"):
+        Run(config, train_rows=rows(8), reward=fails_at_step_two).train()
+    assert [record["step"] for record in records(tmp_path / "run")] == [1]
+    Run(config, train_rows=rows(8), reward=hashed_reward).train()
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2]
+    kept = (tmp_path / "run" / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == [1]
+
+
+def test_overrides_apply_to_a_config_object_and_empty_rows_are_not_the_files(tmp_path, tmp_path_factory):
+    config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run")
+    assert Run(config, ["trainer.max_steps=7"], train_rows=rows(4), reward=hashed_reward).config.trainer.max_steps == 7
+    with pytest.raises(DataError):
+        Run(config, train_rows=[], reward=hashed_reward).train()
+
+
+def test_validation_takes_as_many_rounds_on_every_rank():
+    class Counted:
+        rounds = 0
+
+        def generate(self, prompts, sampling, *, step, purpose):
+            self.rounds += 1
+            return [[] for _ in prompts]
+
+        def score(self, prompts, completions):
+            return list(prompts)
+
+    seen, rounds = [], []
+    for rank in range(2):
+        collector = Counted()
+        seen += validate(collector, list(range(5)), None, batch_size=2, rank=rank, world_size=2)
+        rounds.append(collector.rounds)
+    assert sorted(seen) == [0, 1, 2, 3, 4] and rounds == [3, 3]
+    assert validate(Counted(), [7], None, batch_size=-1, rank=1, world_size=2) == []
 
 
 WORKER = """
