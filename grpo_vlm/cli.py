@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from grpo_vlm.config.help import format_help
-from grpo_vlm.errors import GRPOVLMError
+from grpo_vlm.errors import ConfigError, GRPOVLMError
 
 USAGE = """usage: grpo-vlm train [--config FILE] [key=value ...]
        grpo-vlm prepare easyvqa --out DIR
@@ -22,16 +22,23 @@ same arguments.
 def train(arguments: Sequence[str]) -> None:
     """Parse -> check -> run. `arguments` are `--config FILE` and `key=value` items; `--help` lists the keys."""
     parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE")
+    parser.add_argument("--config", metavar="FILE", action="append", default=[])
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
     if options.help:
         print(f"{USAGE}\n{format_help()}")
         return
+    files = options.config + [item for item in options.overrides if item.startswith("config=")]
+    if len(options.config) < len(files):
+        raise ConfigError(f"{files[-1]}: a configuration file is named by --config {files[-1].partition('=')[2]}")
+    if len(files) > 1:
+        raise ConfigError(
+            f"--config is given {len(files)} times ({', '.join(files)}); put what they share in one file"
+        )
     from grpo_vlm.run import Run  # not needed to print the help
 
-    Run(options.config or {}, options.overrides).train()
+    Run(files[0] if files else {}, options.overrides).train()
 
 
 def prepare(arguments: Sequence[str]) -> int:

@@ -172,6 +172,12 @@ def test_port_in_use(place, capfd):
     assert "worker.rollout.port" in message and str(port) in message and files(place) == before
 
 
+@pytest.mark.parametrize("arguments", [["config=config.yaml"], ["--config", "config.yaml", "--config", "other.yaml"]])
+def test_one_configuration_file_named_by_its_option(place, capfd, arguments):
+    assert train.main(arguments) == 2
+    assert "--config" in capfd.readouterr().err
+
+
 def test_all_faults_of_a_configuration_come_at_once(place, capfd):
     wrong = ["worker.rollout.temprature=1", "data.rollout_batch_size=many", "trainer.logger=[carrier_pigeon]"]
     assert train.main(["--config", "config.yaml", *wrong]) == 2

@@ -16,9 +16,8 @@ def load_processor(config: Config) -> ProcessorMixin:
     applied."""
     model = config.worker.actor.model
     path = tokenizer_path(config)
-    processor = _from_pretrained(
-        AutoProcessor, path, "worker.actor.model.tokenizer_path", trust_remote_code=model.trust_remote_code
-    )
+    key = "worker.actor.model." + ("tokenizer_path" if model.tokenizer_path else "model_path")
+    processor = _from_pretrained(AutoProcessor, path, key, trust_remote_code=model.trust_remote_code)
     if not isinstance(processor, ProcessorMixin):
         raise ConfigError(
             f"worker.actor.model.model_path: {path!r} has only a tokenizer ({type(processor).__name__}), no image"

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 POLL_S = 0.25
@@ -79,10 +80,13 @@ def main(trainer_pid: int, command: list[str]) -> int:
     stopping = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, frame: stopping.append(received))
-    server = subprocess.Popen(command, preexec_fn=lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
-    while server.poll() is None and not stopping and os.getppid() == trainer_pid:
-        time.sleep(POLL_S)
-    end_tree(GRACE_S)
+    with tempfile.TemporaryDirectory(prefix="grpo_vlm-") as sockets:  # vLLM leaves its sockets where it made them
+        environment = os.environ | {"VLLM_RPC_BASE_PATH": sockets}
+        on_death = lambda: _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # noqa: E731
+        server = subprocess.Popen(command, env=environment, preexec_fn=on_death)
+        while server.poll() is None and not stopping and os.getppid() == trainer_pid:
+            time.sleep(POLL_S)
+        end_tree(GRACE_S)
     return server.returncode if server.returncode is not None else 0
 
 

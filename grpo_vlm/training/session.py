@@ -125,7 +125,8 @@ class Session:
         path = self.folder.metrics_path
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         found = [
-            {name: value for name, value in record.items() if name.startswith("val/")}
+            # val/reward_score is EasyR1's name for val/overall_reward: shown once
+            {name: value for name, value in record.items() if name.startswith("val/") and name != "val/overall_reward"}
             for record in map(json.loads, lines)
             if "val/reward_score" in record
         ]

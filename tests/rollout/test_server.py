@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -146,10 +148,14 @@ def test_no_vllm_process_outlives_a_killed_trainer(settings, tmp_path):
         time.sleep(300)
     """
     command = [sys.executable, "-c", textwrap.dedent(trainer_code)]
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    place = Path(tempfile.mkdtemp())  # where the guard makes the folder of vLLM's sockets, whose paths must be short
+    env = {**os.environ, "TMPDIR": str(place)}
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     guard = psutil.Process(int(trainer.stdout.readline()))
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) >= 3  # guard, API server, engine
+    assert list(place.glob("grpo_vlm-*/*"))
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     assert wait_until(lambda: gone(processes), 10)
+    assert not list(place.glob("grpo_vlm-*"))
