@@ -20,6 +20,21 @@ def sampling(config: Config, *, validation: bool = False) -> Sampling:
     return Sampling(**sampling_values(config, validation=validation), ignore_eos=config.worker.rollout.ignore_eos)
 
 
+def reward_sample(prompt: Prompt, response: str, token_ids: tuple[int, ...]) -> RewardSample:
+    """What the reward sees of one answer to a prompt."""
+    return RewardSample(
+        row_id=prompt.row_id,
+        response=response,
+        response_length=len(token_ids),
+        token_ids=token_ids,
+        ground_truth=prompt.ground_truth,
+        prompt_messages=prompt.messages,
+        prompt_text=prompt.text,
+        columns=prompt.columns,
+        images=prompt.images,
+    )
+
+
 class Collector:
     """Generates with the engine and scores with the reward; knows nothing of training."""
 
@@ -47,7 +62,7 @@ class Collector:
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
         """Calls the reward once with all samples of this rank. A RewardError of one rank is raised on all."""
         samples = [
-            self.sample(prompt, completion)
+            reward_sample(prompt, self.text(completion), completion.token_ids)
             for prompt, row in zip(prompts, completions, strict=True)
             for completion in row
         ]
@@ -62,20 +77,6 @@ class Collector:
             Group(prompt, tuple(row), tuple(next(scores) for _ in row))
             for prompt, row in zip(prompts, completions, strict=True)
         ]
-
-    def sample(self, prompt: Prompt, completion: Completion) -> RewardSample:
-        """What the reward sees of one completion."""
-        return RewardSample(
-            response=self.text(completion),
-            response_length=len(completion.token_ids),
-            token_ids=completion.token_ids,
-            ground_truth=prompt.ground_truth,
-            prompt_messages=prompt.messages,
-            prompt_text=prompt.text,
-            columns=prompt.columns,
-            images=prompt.images,
-            row_id=prompt.row_id,
-        )
 
     def text(self, completion: Completion) -> str:
         """The answer as the reward reads it."""

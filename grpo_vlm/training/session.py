@@ -28,9 +28,10 @@ from grpo_vlm.report.console import Console
 from grpo_vlm.report.record import Sample, spread
 from grpo_vlm.report.run_folder import BEFORE_START, RunFolder, last_checkpoint
 from grpo_vlm.report.trackers import make_trackers
-from grpo_vlm.rewards.loader import RewardSample, load_reward
+from grpo_vlm.rewards.loader import load_reward
 from grpo_vlm.training import checkpoint
 from grpo_vlm.training.arguments import launched_with_deepspeed
+from grpo_vlm.training.collect import reward_sample
 from grpo_vlm.training.trainer import GRPOVLMTrainer
 
 LAST_LINES = 500
@@ -84,7 +85,7 @@ class Session:
         if val_rows is not None or config.data.val_files:
             self.val_set = self._rows("data.val_files", val_rows, config.data.val_files, processor)
         self.rollout_steps = self._count_steps()
-        self._on_main(self._try_reward)
+        self._on_main(lambda: self._try_reward(processor.tokenizer))
         path = run_folder(config)
         resume = self._on_main(lambda: checkpoint.find_resume(config, path, last_checkpoint(path)))
         self.resume_step, self.resume_path = resume or (None, None)
@@ -203,27 +204,14 @@ class Session:
         per_epoch = steps_per_epoch(len(self.train_set), data.rollout_batch_size)
         return trainer.max_steps or trainer.total_epochs * per_epoch
 
-    def _try_reward(self) -> None:
-        """Calls the reward on the first rows with their own answers, so that a broken function is found now and not
-        after the first generation."""
+    def _try_reward(self, tokenizer: Any) -> None:
+        """Calls the reward on the first rows with their own answers, n times each as a reward may count on groups, so
+        that a broken function is found now and not after the first generation.
+        """
         rows = [self.train_set[index] for index in range(min(REWARD_TRIALS, len(self.train_set)))]
-        groups = [row for row in rows for _ in range(self.config.worker.rollout.n)]  # a reward may count on groups
-        self.reward(
-            [
-                RewardSample(
-                    row_id=row.row_id,
-                    response=row.ground_truth,
-                    response_length=1,
-                    token_ids=(),
-                    ground_truth=row.ground_truth,
-                    prompt_messages=row.messages,
-                    prompt_text=row.text,
-                    columns=row.columns,
-                    images=row.images,
-                )
-                for row in groups
-            ]
-        )
+        end = tokenizer.eos_token_id
+        answered = [reward_sample(r, r.ground_truth, (*tokenizer.encode(r.ground_truth), end)) for r in rows]
+        self.reward([sample for sample in answered for _ in range(self.config.worker.rollout.n)])
 
     def _build_trainer(self, processor: Any) -> GRPOVLMTrainer:
         config = self.config
