@@ -21,6 +21,7 @@ from grpo_vlm.config import load_config
 from grpo_vlm.demo.evaluate import evaluate
 
 CONFIG = "configs/demo.yaml"
+TABLE_WIDTH = 140
 
 
 def run_seed(seed: int, folder: Path, overrides: list[str]) -> dict[str, float]:
@@ -54,7 +55,7 @@ def show(rows: list[dict[str, float]]) -> None:
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} | {"seed": "mean"}
     for row in [*rows, mean]:
         table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    Console(width=TABLE_WIDTH).print(table)
 
 
 def main() -> None:
