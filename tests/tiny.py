@@ -4,14 +4,11 @@ The tokenizer is the head of Qwen's own rank file out of the PyPI package dashsc
 seed.
 """
 
-import base64
-import importlib.resources
 import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken
 from transformers import (
     GenerationConfig,
     Qwen2_5_VLConfig,
@@ -26,12 +23,9 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from grpo_vlm.demo.build import build_tokenizer
+
 RANKS = 3000
-SPECIAL_TOKENS = [
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
-    *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
-    *("<|image_pad|>", "<|video_pad|>"),
-]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}"
@@ -76,37 +70,7 @@ def tiny_model(kind: str, root: str | Path) -> Path:
 @cache
 def tokenizer() -> Qwen2Tokenizer:
     """Qwen's tokenizer cut to its first RANKS byte pairs, with its special tokens in their order."""
-    text = (importlib.resources.files("dashscope") / "resources" / "qwen.tiktoken").read_text()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, text.splitlines()[:RANKS])}
-    letters = _byte_letters()
-
-    def spell(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    merges = []
-    for token in ranks:
-        cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
-        known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
-        merges += sorted(known, key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
-    vocabulary = {spell(token): rank for token, rank in ranks.items()} | {SPECIAL_TOKENS[0]: len(ranks)}
-    qwen = Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=[(spell(left), spell(right)) for left, right in merges],
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        unk_token=None,
-        model_max_length=4096,
-    )
-    qwen.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    qwen.chat_template = CHAT_TEMPLATE
-    return qwen
-
-
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+    return build_tokenizer(RANKS, CHAT_TEMPLATE)
 
 
 def _shared(qwen: Qwen2Tokenizer) -> tuple[dict, dict]:

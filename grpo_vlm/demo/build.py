@@ -107,8 +107,8 @@ def package_folder(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """Qwen's byte-level BPE cut to its first RANKS ranks, so that it reads any text but in shorter pieces."""
+def build_tokenizer(count: int = RANKS, chat_template: str = CHAT_TEMPLATE) -> Qwen2Tokenizer:
+    """Qwen's byte-level BPE cut to its first `count` ranks, so that it reads any text but in shorter pieces."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -118,13 +118,13 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
     lines = (package_folder("dashscope") / "resources" / "qwen.tiktoken").read_bytes().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
-    ranks = {token: rank for token, rank in ranks.items() if rank < RANKS}
+    ranks = {token: rank for token, rank in ranks.items() if rank < count}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
         pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [(spell(left), spell(right)) for left, right in pairs]
-    vocabulary = {spell(token): rank for token, rank in ranks.items()} | {SPECIAL_TOKENS[0]: RANKS}
+    vocabulary = {spell(token): rank for token, rank in ranks.items()} | {SPECIAL_TOKENS[0]: count}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
@@ -134,7 +134,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
         model_max_length=CONTEXT,
     )
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     return tokenizer
 
 

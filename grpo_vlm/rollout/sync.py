@@ -15,6 +15,7 @@ import re
 import shutil
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def largest_weight_bytes(model: nn.Module, accelerator: Any, dtype: torch.dtype)
     return max(p.ds_numel if zero3 else p.numel() for p in parameters) * dtype.itemsize
 
 
-class WeightSync:
+class WeightSync(ABC):
     """One transfer per call of `send`, by all ranks. Subclasses say how a chunk of tensors reaches the server.
 
     client: the main process's; None on the other ranks. dtype: what the server holds.
@@ -150,9 +151,9 @@ class WeightSync:
         raise_everywhere(error, self.accelerator, RolloutError)
         return {"sync/seconds": time.perf_counter() - started, "sync/gb": sent / 1e9}
 
+    @abstractmethod
     def _transfer(self, model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> int:
         """Send everything that the iterator yields; returns the bytes."""
-        raise NotImplementedError
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor

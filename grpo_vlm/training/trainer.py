@@ -246,7 +246,6 @@ class GRPOVLMTrainer(GRPOTrainer):
                 prompts, sampling(config), step=step, purpose="train", on_progress=lambda n: show(n, len(prompts))
             )
         self.engine.release()
-        self._synced_step = None  # until the next sync
         with self._phase("reward"):
             groups = self.collector.score(prompts, completions)
         rollouts = self._with_log_probs(self._to_device(RolloutBatch.of(groups)))
