@@ -2,7 +2,8 @@
 
 Defaults that differ from EasyR1's, so that launcher and machine decide: worker.rollout.tensor_parallel_size null (1),
 worker.rollout.dtype auto, trainer.logger [console, file, tensorboard], trainer.nnodes and n_gpus_per_node null.
-Keys of our own: data.system_prompt; port, start_timeout_s, request_timeout_s and cpu_kv_cache_gb of worker.rollout.
+Keys of our own: data.system_prompt, data.num_workers, and what places, watches and checks worker.rollout's
+server.
 The worker's sections are in schema_actor.py and schema_rollout.py.
 """
 
@@ -71,6 +72,13 @@ class DataConfig:
     )
     filter_overlong_prompts_workers: int = option(
         16, "Threads that measure prompts, at most the number of cores.", rule=at_least(1)
+    )
+    num_workers: int | None = option(
+        None,
+        "Processes that decode and process the images of the next rollout step during this one, for each training "
+        "process. 0: the training process does it when it needs them. null: 0 on one or two cores, else the cores "
+        "of a training process, at most 4.",
+        rule=at_least(0),
     )
 
 

@@ -6,7 +6,7 @@ and cheap to give to DataLoader workers.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -55,8 +55,21 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         """The Prompt of the index-th usable row. Raises DataError naming the row when it is faulty or too long."""
+        return self.prompts([index])[0]
+
+    def prompts(self, indices: Sequence[int]) -> list[Prompt]:
+        """The Prompts of several usable rows. A picture that more than one of them shows is decoded and processed
+        once, and its tensor shared. Raises DataError like []."""
+        pictures = self.builder.pictures()
+        return [self.builder.build(self._row(index), self.row_id(self.kept[index]), pictures) for index in indices]
+
+    def picture_sources(self, index: int) -> list[Hashable]:
+        """Equal for equal pictures of different rows, as far as can be seen without opening one."""
+        return self.builder.picture_sources(self._row(index))
+
+    def _row(self, index: int) -> dict[str, Any]:
         row = self.kept[index]
-        return self.builder.build(self.source.rows(row, row + 1)[0], self.row_id(row))
+        return self.source.rows(row, row + 1)[0]
 
     def row_id(self, row: int) -> str:
         """Name of the row-th row of the source, counted before filtering."""

@@ -7,9 +7,10 @@ of a prompt is known without touching pixels.
 Errors are DataErrors about one picture; the caller adds row and column.
 """
 
+import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,20 @@ def image_entries(cell: Any) -> list[Any]:
     if isinstance(cell, Sequence) and not isinstance(cell, (str, bytes, bytearray)):
         return list(cell)
     return [cell]
+
+
+def source_key(entry: Any, image_dir: str | None = None) -> Hashable:
+    """Equal for entries that hold the same bytes, name the same file or are the same object. Opens nothing.
+
+    For an object it is its id: valid while the object is kept.
+    """
+    if isinstance(entry, Mapping):
+        entry = entry["path"] if entry.get("bytes") is None and entry.get("path") else entry.get("bytes")
+    if isinstance(entry, (bytes, bytearray, memoryview)):
+        return "bytes", hashlib.blake2b(entry, digest_size=16).digest()
+    if isinstance(entry, (str, Path)):
+        return "path", str(Path(image_dir or "", entry))
+    return "object", id(entry)
 
 
 def decode_image(entry: Any, image_dir: str | None = None) -> Image.Image:

@@ -8,7 +8,7 @@ of image tokens.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 
 from grpo_vlm.config import read_template
-from grpo_vlm.data.media import SizeRule, decode_image, image_entries, image_size, resize_image
+from grpo_vlm.data.media import SizeRule, image_entries, image_size, source_key
+from grpo_vlm.data.pictures import Picture, Pictures
 from grpo_vlm.errors import ConfigError, DataError
 
 IMAGE_MARK = "<image>"
@@ -36,7 +37,8 @@ class Prompt:
     wants).
     token_ids: the tokenised text with one placeholder per merged patch (what the trainer's forward pass wants).
     images: RGB pictures already at a size that the processor leaves unchanged, in the order of the marks.
-    pixel_values: float32 [patches, patch_dim] of all pictures one after the other, None without pictures.
+    image_keys: a hash of the content of each picture, equal for equal pictures of any row.
+    pixels: float32 [patches, patch_dim] of each picture; prompts that were built together share those of equal ones.
     image_grid_thw: int64 [images, 3], patches along time, height and width, None without pictures.
     ground_truth: the answer column as text.
     columns: every column of the row but pictures and videos, under the names of the file.
@@ -47,10 +49,18 @@ class Prompt:
     text: str
     token_ids: list[int]
     images: list[Image.Image]
-    pixel_values: torch.Tensor | None
+    image_keys: tuple[str, ...]
+    pixels: tuple[torch.Tensor, ...]
     image_grid_thw: torch.Tensor | None
     ground_truth: str
     columns: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pixel_values(self) -> torch.Tensor | None:
+        """All pictures one after the other, as the processor gives them: a copy where there are several."""
+        if not self.pixels:
+            return None
+        return self.pixels[0] if len(self.pixels) == 1 else torch.cat(self.pixels)
 
 
 @dataclass(frozen=True)
@@ -92,34 +102,41 @@ class PromptBuilder:
         self.__dict__.update(state)
         self._format = None if self._format_text is None else _jinja().from_string(self._format_text)
 
-    def build(self, row: Mapping[str, Any], row_id: str) -> Prompt:
-        """Decodes and processes one row. Raises DataError naming row, column, picture and remedy."""
+    def pictures(self) -> Pictures:
+        """An empty store for prompts that are built together."""
+        return Pictures(self.processor.image_processor, self.size_rule, self.image_dir)
+
+    def build(self, row: Mapping[str, Any], row_id: str, pictures: Pictures | None = None) -> Prompt:
+        """Decodes and processes one row; what `pictures` has is taken from there. Raises DataError naming row,
+        column, picture and remedy."""
         question = self._question(row, row_id)
-        images = []
-        for index, entry in enumerate(self._entries(row, row_id)):
-            try:
-                image = decode_image(entry, self.image_dir)
-                images.append(resize_image(image, self.size_rule.target(*image.size)))
-            except DataError as error:
-                raise self._picture_error(row_id, index, error) from error.__cause__
-        counts = [self.size_rule.final_tokens(*image.size) for image in images]
+        shown = self._shown(row, row_id, self.pictures() if pictures is None else pictures)
+        counts = [self.size_rule.final_tokens(*picture.image.size) for picture in shown]
         token_ids = self._expand(question.token_ids, counts)
         self._check_length(row_id, len(token_ids), sum(counts))
-        pixels = self.processor.image_processor(images=images, return_tensors="pt") if images else None
-        if images:
-            merged = pixels["image_grid_thw"].prod(-1) // self.size_rule.merge_size**2
+        grids = torch.stack([picture.grid for picture in shown]) if shown else None
+        if shown:
+            merged = grids.prod(-1) // self.size_rule.merge_size**2
             assert merged.tolist() == counts, f"{row_id}: image tokens {counts}, the processor made {merged.tolist()}"
         return Prompt(
             row_id=row_id,
             messages=question.messages,
             text=question.text,
             token_ids=token_ids,
-            images=images,
-            pixel_values=pixels["pixel_values"] if images else None,
-            image_grid_thw=pixels["image_grid_thw"] if images else None,
+            images=[picture.image for picture in shown],
+            image_keys=tuple(picture.key for picture in shown),
+            pixels=tuple(picture.pixels for picture in shown),
+            image_grid_thw=grids,
             ground_truth=self._ground_truth(row, row_id),
             columns={key: value for key, value in row.items() if key not in (self.image_key, self.video_key)},
         )
+
+    def picture_sources(self, row: Mapping[str, Any]) -> list[Hashable]:
+        """What tells the row's pictures from those of other rows before one is opened; [] where a cell is faulty."""
+        try:
+            return [source_key(entry, self.image_dir) for entry in image_entries(row.get(self.image_key))]
+        except DataError:  # build() says what is wrong
+            return []
 
     def picture_sizes(self, row: Mapping[str, Any], row_id: str) -> list[tuple[int, int]]:
         """Original (width, height) of the row's pictures, each proven to decode.
@@ -220,6 +237,15 @@ class PromptBuilder:
     def _check_length(self, row_id: str, tokens: int, image_tokens: int) -> None:
         if tokens > self.max_prompt_length:
             raise DataError(overlong_message(row_id, tokens, image_tokens, self.max_prompt_length))
+
+    def _shown(self, row: Mapping[str, Any], row_id: str, pictures: Pictures) -> list[Picture]:
+        shown = []
+        for index, entry in enumerate(self._entries(row, row_id)):
+            try:
+                shown.append(pictures.get(entry))
+            except DataError as error:
+                raise self._picture_error(row_id, index, error) from error.__cause__
+        return shown
 
     def _entries(self, row: Mapping[str, Any], row_id: str) -> list[Any]:
         try:
