@@ -9,6 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 
 from grpo_vlm.config import Config, dtype_name, read_template, tokenizer_path
 from grpo_vlm.errors import ConfigError
+from grpo_vlm.model.packed import enable_packing, form
 
 
 def load_processor(config: Config) -> ProcessorMixin:
@@ -64,7 +65,7 @@ def _load(config: Config, path: str | Path | None, dtype: torch.dtype) -> PreTra
     model = config.worker.actor.model
     source = str(path or model.model_path)
     key = "worker.actor.model.model_path"
-    return _from_pretrained(
+    loaded = _from_pretrained(
         AutoModelForImageTextToText,
         source,
         key,
@@ -72,6 +73,9 @@ def _load(config: Config, path: str | Path | None, dtype: torch.dtype) -> PreTra
         attn_implementation="sdpa",
         trust_remote_code=model.trust_remote_code,
     )
+    if config.worker.actor.padding_free and form(loaded.config)[0] == "packed":
+        enable_packing(loaded)
+    return loaded
 
 
 def _from_pretrained(cls: type, path: str, key: str, **options: Any) -> Any:

@@ -1,17 +1,27 @@
-"""Per-token log-probs and entropy of completions: the plain padded form, one row per sample.
+"""Per-token log-probs and entropy of completions under the distribution that the sampler used.
 
-Shape legend: B samples, L padded prompt + completion, T padded completion, V vocabulary.
+`score_tokens` is the head of the packed form: hidden states in, scores out, logits never held for more than a chunk.
+`score_completions` is the plain padded form, one row per sample: the reference that the packed form is tested against
+and the fallback for a model that it does not know.
+
+Shape legend: S scored tokens, H hidden size, V vocabulary, B samples, L padded prompt + completion, T padded
+completion.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_TOKENS = 1024  # positions whose float32 logits exist at one time: 0.6 GB for Qwen's vocabulary
+CHUNK_TOKENS = 2048  # tokens whose logits exist at one time: 0.6 GB in bfloat16 with Qwen's vocabulary
+CHUNK_ROWS = 32768  # rows of the weight's gradient that a chunk adds to at one time: 0.3 GB
+CPU_CHUNK_LOGITS = 2**20  # logits at one time on a CPU: they stay in its caches
+PADDED_CHUNK_TOKENS = 1024  # the same for the float32 copy that the padded form makes: 0.6 GB
+MASKED = -6e4  # logit of a banned token: its exp is zero, and every dtype holds it
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class TokenScores:
 def score_completions(
     model: nn.Module, batch: PaddedBatch, *, temperature: float, banned_ids: Sequence[int]
 ) -> TokenScores:
-    """Scores the completion tokens of a batch under the distribution that the sampler used.
+    """Scores the completion tokens of a padded batch.
 
     Logits are divided by `temperature` (the sampler's; 0 means greedy and is scored at 1) and `banned_ids`, which
     the sampler may not draw, are masked before log_softmax.
@@ -51,29 +61,189 @@ def score_completions(
     """
     b, t = batch.targets.shape
     logits = model(**batch.inputs, use_cache=False, logits_to_keep=t + 1).logits[:b, :-1]  # position i predicts i + 1
-    banned = torch.tensor(list(banned_ids), dtype=torch.long, device=logits.device)
-    rows = max(1, CHUNK_TOKENS // t)
+    banned = index_of(banned_ids, logits.device)
+    rows = max(1, PADDED_CHUNK_TOKENS // t)
     parts = [
         checkpoint(
-            _score_chunk,
-            logits[i : i + rows],
-            batch.targets[i : i + rows],
-            temperature or 1.0,
+            _masked_scores,
+            logits[i : i + rows].flatten(0, 1),
+            batch.targets[i : i + rows].flatten(),
             banned,
+            1 / (temperature or 1.0),
             use_reentrant=False,
         )
         for i in range(0, b, rows)
     ]
-    log_probs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+    log_probs, entropy = (torch.cat(column).view(b, t) for column in zip(*parts, strict=True))
     return TokenScores(log_probs * batch.mask, entropy * batch.mask)
 
 
-def _score_chunk(logits: Tensor, targets: Tensor, temperature: float, banned: Tensor) -> tuple[Tensor, Tensor]:
-    """[b, T, V] and [b, T] to log-probs [b, T] and entropy [b, T], float32."""
-    scaled = (logits.float() / temperature).index_fill(-1, banned, torch.finfo(torch.float32).min)
-    log_z = scaled.logsumexp(-1)
-    log_probs = scaled.gather(-1, targets[..., None])[..., 0] - log_z
-    with torch.no_grad():
-        probs = (scaled - log_z[..., None]).exp()
-        entropy = log_z - (probs * scaled).sum(-1)
+def score_tokens(
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    banned_ids: Sequence[int] = (),
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy [S], float32, of `targets` [S] after the hidden states [S, H]; both differentiable.
+
+    A plain linear head goes through `ChunkedHead`. Any other (one with a LoRA adapter) is called once per chunk, under
+    checkpointing. `temperature` and `banned_ids` as in `score_completions`.
+    """
+    kind = hidden.device.type
+    if chunk_tokens is None:
+        in_cache = max(1, CPU_CHUNK_LOGITS // head.out_features)
+        chunk_tokens = min(CHUNK_TOKENS, in_cache) if kind == "cpu" else CHUNK_TOKENS
+    inverse = 1 / (temperature or 1.0)
+    banned = index_of(banned_ids, hidden.device)
+    if type(head) is nn.Linear and head.bias is None:
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+        return ChunkedHead.apply(hidden, head.weight, targets, banned, inverse, chunk_tokens, dtype)
+    parts = [
+        checkpoint(
+            lambda states, ids: _masked_scores(head(states), ids, banned, inverse),
+            hidden[part],
+            targets[part],
+            use_reentrant=False,
+        )
+        for part in _chunks(len(targets), chunk_tokens)
+    ]
+    log_probs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
     return log_probs, entropy
+
+
+class ChunkedHead(torch.autograd.Function):
+    """hidden [S, H], weight [V, H] -> log-probs [S], entropy [S]; logits of `chunk_tokens` tokens at a time, made
+    again in the backward pass. The products are computed in `dtype`, the weight's gradient is summed in float32.
+
+    With x = logits / temperature, p = softmax(x): d log p_t / dx = onehot_t - p, dEntropy / dx = -p (log p + entropy).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        banned: Tensor,
+        inverse_temperature: float,
+        chunk_tokens: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        scores = _compiled(_scores) if hidden.is_cuda else _scores
+        out = torch.empty(2, len(targets), dtype=_accumulation(dtype), device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = weight.to(dtype)
+            for part in _chunks(len(targets), chunk_tokens):
+                logits = (hidden[part].to(dtype) @ head.t()).index_fill_(1, banned, MASKED)
+                out[0, part], out[1, part] = scores(logits, targets[part], inverse_temperature)
+                del logits  # before the next chunk's are made
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, targets, banned, out)
+        ctx.settings = inverse_temperature, chunk_tokens, dtype
+        return out[0].clone(), out[1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, banned, out = ctx.saved_tensors
+        inverse_temperature, chunk_tokens, dtype = ctx.settings
+        slope = _compiled(_slope) if hidden.is_cuda else _slope
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros(len(targets), dtype=_accumulation(dtype), device=hidden.device)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape, dtype=_accumulation(dtype), device=weight.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = weight.to(dtype)
+            for part in _chunks(len(targets), chunk_tokens):
+                states = hidden[part].to(dtype)
+                logits = (states @ head.t()).index_fill_(1, banned, MASKED)
+                grads = grad_log_probs[part], None if grad_entropy is None else grad_entropy[part]
+                grad_logits, at_target = slope(logits, *out[:, part], *grads, inverse_temperature)
+                grad_logits.scatter_(1, targets[part][:, None], at_target[:, None])
+                del logits
+                grad_hidden[part] = grad_logits @ head
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad_logits.t(), states)
+                del grad_logits
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def index_of(ids: Sequence[int], device: torch.device) -> Tensor:
+    """int64 ids on `device`; the same tensor for the same ids, so that a device is waited for once."""
+    return _index_of(tuple(ids), device)
+
+
+@lru_cache(maxsize=16)
+def _index_of(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(ids, dtype=torch.long, device=device)
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size`, about equally long, so that compiled code does not meet a last one of a single token;
+    one empty slice where there is nothing, so that the head always runs."""
+    size = max(1, -(-count // max(1, -(-count // size))))
+    return (slice(first, min(first + size, count)) for first in range(0, max(count, 1), size))
+
+
+def _accumulation(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _masked_scores(
+    logits: Tensor, targets: Tensor, banned: Tensor, inverse_temperature: float
+) -> tuple[Tensor, Tensor]:
+    return _scores(logits.index_fill(1, banned, MASKED), targets, inverse_temperature)
+
+
+def _scores(logits: Tensor, targets: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor]:
+    """[s, V] and [s] to log-probs and entropy [s]."""
+    log_p = _log_softmax(logits, inverse_temperature)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def _slope(
+    logits: Tensor,
+    log_probs: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    inverse_temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the logits [s, V], in their dtype, from the scores [s] and their gradients; and what belongs at
+    the target of each row instead [s]: written in afterwards, which spares a one-hot matrix."""
+    log_p = _log_softmax(logits, inverse_temperature)
+    factor = -grad_log_probs[:, None]
+    if grad_entropy is not None:
+        factor = factor - grad_entropy[:, None] * (log_p + entropy[:, None])
+        at_target = grad_log_probs - log_probs.exp() * (grad_log_probs + grad_entropy * (log_probs + entropy))
+    else:
+        at_target = grad_log_probs * -log_probs.expm1()
+    slope = log_p.exp() * (factor * inverse_temperature)
+    return slope.to(logits.dtype), (at_target * inverse_temperature).to(logits.dtype)
+
+
+def _log_softmax(logits: Tensor, inverse_temperature: float) -> Tensor:
+    logits = logits.to(_accumulation(logits.dtype))
+    return (logits if inverse_temperature == 1 else logits * inverse_temperature).log_softmax(-1)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, summed in total's dtype; the product itself too where the device can."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        for rows in _chunks(len(total), CHUNK_ROWS):
+            total[rows] += torch.mm(left[rows], right, out_dtype=total.dtype)
+    else:
+        total += left @ right

@@ -1,15 +1,19 @@
-"""The padded form scores every completion as a forward pass of that sample alone does."""
+"""The padded form scores every completion as a forward pass of that sample alone does; the chunked head scores hidden
+states as a softmax over whole logits does."""
 
 import dataclasses
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from PIL import Image
+from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from grpo_vlm.config import Config
 from grpo_vlm.data.dataset import PromptDataset
-from grpo_vlm.model.logprobs import score_completions
+from grpo_vlm.model import logprobs
+from grpo_vlm.model.logprobs import ChunkedHead, index_of, score_completions, score_tokens
 from grpo_vlm.rollout.types import Completion, banned_token_ids
 from grpo_vlm.training.batch import Padding, blank_image, pad
 from tests.tiny import tiny_model
@@ -128,3 +132,109 @@ def test_a_blank_image_runs_the_tower_and_changes_nothing(parts):
     largest = max(value.abs().max() for value in plain.values())
     for name, value in plain.items():
         assert (with_blank[name] - value).abs().max() <= 1e-6 * largest, name
+
+
+# ---------------------------------------------------------------- the chunked head
+
+BANNED = (3, 4)
+
+
+def head_parts(tokens=7, hidden=5, vocabulary=11, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(tokens, hidden, generator=generator).to(dtype).requires_grad_()
+    head = nn.Linear(hidden, vocabulary, bias=False, dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(vocabulary, hidden, generator=generator))
+    targets = torch.randint(5, vocabulary, (tokens,), generator=generator)
+    return states, head, targets, torch.randn(2, tokens, generator=generator).to(dtype)
+
+
+def whole(states, head, targets, temperature):
+    logits = (head(states) / temperature).index_fill(-1, torch.tensor(BANNED), float("-inf"))
+    distribution = torch.distributions.Categorical(logits=logits)
+    probs = distribution.probs
+    return distribution.log_prob(targets), -(probs * probs.clamp(min=1e-40).log()).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_the_head_equals_a_softmax_over_all_logits(chunk, temperature):
+    states, head, targets, weights = head_parts()
+    gradients = []
+    for scores in (
+        score_tokens(states, head, targets, temperature=temperature, banned_ids=BANNED, chunk_tokens=chunk),
+        whole(states, head, targets, temperature or 1.0),
+    ):
+        loss = (weights * torch.stack(scores)).sum()
+        gradients.append((*scores, *torch.autograd.grad(loss, (states, head.weight))))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_heads_gradients_are_those_of_its_values():
+    states, head, targets, _ = head_parts(dtype=torch.float64)
+    banned = index_of(BANNED, torch.device("cpu"))
+
+    def apply(states, weight):
+        return ChunkedHead.apply(states, weight, targets, banned, 1 / 0.7, 3, torch.float64)
+
+    assert torch.autograd.gradcheck(apply, (states, head.weight))
+    assert torch.autograd.gradcheck(lambda *parts: apply(*parts)[0], (states, head.weight))  # log-probs alone
+    assert torch.autograd.gradcheck(lambda *parts: apply(*parts)[1], (states, head.weight))
+
+
+def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
+    seen = []
+    log_softmax = logprobs._log_softmax
+    monkeypatch.setattr(
+        logprobs, "_log_softmax", lambda x, scale: seen.append(tuple(x.shape)) or log_softmax(x, scale)
+    )
+    states, head, targets, _ = head_parts(tokens=10)
+    log_probs, _ = score_tokens(states, head, targets, chunk_tokens=4)
+    log_probs.sum().backward()
+    assert seen == [(4, 11), (4, 11), (2, 11)] * 2
+
+
+def test_the_weights_gradient_is_summed_in_float32():
+    """Many bfloat16 chunks, each too small to move a bfloat16 sum."""
+    states, head, targets, _ = head_parts(tokens=2048, dtype=torch.bfloat16)
+    states, targets = states[:1].expand(2048, -1).detach(), targets[:1].expand(2048)
+    gradients = []
+    for chunk in (1, 2048):
+        head.weight.grad = None
+        score_tokens(states, head, targets, chunk_tokens=chunk)[0].sum().backward()
+        gradients.append(head.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=0.01, atol=0.01 * gradients[1].abs().max().item())
+
+
+def test_under_autocast_the_head_computes_in_bfloat16_and_keeps_float32_gradients():
+    states, head, targets, weights = head_parts()
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = score_tokens(states, head, targets, banned_ids=BANNED)
+    (weights * torch.stack(scores)).sum().backward()
+    exact = whole(states, head, targets, 1.0)
+    assert {part.dtype for part in (*scores, states.grad, head.weight.grad)} == {torch.float32}
+    assert 1e-5 < (scores[0] - exact[0]).abs().max() < 0.05
+
+
+def test_a_head_with_an_adapter_is_called_itself():
+    states, head, targets, weights = head_parts()
+    config = LoraConfig(r=2, target_modules=["head"], init_lora_weights=False)
+    adapted = inject_adapter_in_model(config, nn.ModuleDict({"head": head}))["head"]
+    trained = [adapted.lora_A["default"].weight, adapted.lora_B["default"].weight, states]
+    results = []
+    for scores in (
+        score_tokens(states, adapted, targets, temperature=0.7, banned_ids=BANNED, chunk_tokens=3),
+        whole(states, adapted, targets, 0.7),
+    ):
+        results.append((*scores, *torch.autograd.grad((weights * torch.stack(scores)).sum(), trained)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_to_score_still_reaches_the_head():
+    states, head, targets, _ = head_parts()
+    log_probs, entropy = score_tokens(states[:0], head, targets[:0])
+    assert log_probs.shape == entropy.shape == (0,)
+    log_probs.sum().backward()
+    assert not head.weight.grad.any() and not states.grad.any()
