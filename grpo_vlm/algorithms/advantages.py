@@ -21,9 +21,11 @@ def grpo(scores: Tensor, groups: Tensor, *, normalize_std: bool = True) -> Tenso
     """(reward - group mean) / (group std + 1e-6), std unbiased: GRPO, arXiv 2402.03300, eq. 3.
 
     `normalize_std=False` leaves the division out (Dr.GRPO, arXiv 2503.20783). A group of one keeps its raw score
-    (mean 0, std 1), as verl does.
-    `scores` [B] and `groups` [B] (group numbers from 0) give [B].
+    (mean 0, std 1), as verl does. Computed in float64, in which the mean of equal rewards is exact: such a group's
+    advantages are exactly zero.
+    `scores` [B] and `groups` [B] (group numbers from 0) give [B] in float64.
     """
+    scores = scores.double()
     count = torch.bincount(groups).to(scores)
     mean = torch.zeros_like(count).index_add(0, groups, scores) / count
     mean = torch.where(count > 1, mean, torch.zeros_like(mean))
@@ -56,4 +58,4 @@ def estimate(
     """
     scores = (token_level_rewards * response_mask).sum(-1)
     groups = group_index(group_ids).to(scores.device)
-    return ESTIMATORS[name](scores, groups, **options)[:, None] * response_mask
+    return ESTIMATORS[name](scores, groups, **options)[:, None].to(response_mask) * response_mask

@@ -75,6 +75,7 @@ def policy_loss(
     clip_ratio_dual: float,
     loss_avg_mode: str = "token",
     whole: Denominators | None = None,
+    watched: Denominators | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one micro-batch and its metrics, all [B, T] inputs, scalars out.
 
@@ -82,7 +83,8 @@ def policy_loss(
     that they add up over micro-batches like the
     loss: ppo_kl (mean old - new), entropy_loss (mean -log p of the sampled tokens, EasyR1's name),
     pg_clipfrac_higher, pg_clipfrac_lower.
-    `whole` defaults to this micro-batch's own counts.
+    `whole` defaults to this micro-batch's own counts, `watched`, the sizes that the metrics are means over, to `whole`
+    (they differ where groups without a gradient are left out).
 
     Raises:
         KeyError: unknown loss_type or loss_avg_mode.
@@ -97,7 +99,10 @@ def policy_loss(
         clip_ratio_dual=clip_ratio_dual,
     )
     loss = average(per_token, response_mask, loss_avg_mode, whole)
-    watched = {"ppo_kl": -log_ratio, "entropy_loss": -log_probs, **indicators}
+    per_token_metrics = {"ppo_kl": -log_ratio, "entropy_loss": -log_probs, **indicators}
     with torch.no_grad():
-        metrics = {name: average(values, response_mask, "token", whole) for name, values in watched.items()}
+        metrics = {
+            name: average(values, response_mask, "token", watched or whole)
+            for name, values in per_token_metrics.items()
+        }
     return loss, metrics

@@ -5,43 +5,24 @@ A group stays whole on one of the W processes, so that each holds R / W and B / 
 """
 
 import math
-from itertools import product
 
 from grpo_vlm.config.faults import Fault
 from grpo_vlm.config.schema import Config
 
 ROLLOUT = "data.rollout_batch_size"
 GLOBAL = "worker.actor.global_batch_size"
-UPDATE = "worker.actor.micro_batch_size_per_device_for_update"
-EXPERIENCE = "worker.actor.micro_batch_size_per_device_for_experience"
 
 
 def batch_faults(config: Config, world_size: int) -> list[Fault]:
     """One fault for each divisibility rule that is broken. Sizes below 1 are left to the range checks."""
-    actor, n, world = config.worker.actor, config.worker.rollout.n, world_size
-    rollout, update = config.data.rollout_batch_size, actor.global_batch_size
+    rollout, update = config.data.rollout_batch_size, config.worker.actor.global_batch_size
     faults = []
     if update > 0 and rollout % update:
         faults.append(_indivisible(ROLLOUT, rollout, GLOBAL, update, "so that updates use whole batches"))
     for key, value in ((ROLLOUT, rollout), (GLOBAL, update)):
-        if value % world:
+        if value % world_size:
             reason = "so that each process holds whole groups"
-            faults.append(_indivisible(key, value, "the number of processes", world, reason))
-    for micro_key, micro, key, prompts in (
-        (UPDATE, actor.micro_batch_size_per_device_for_update, GLOBAL, update),
-        (EXPERIENCE, actor.micro_batch_size_per_device_for_experience, ROLLOUT, rollout),
-    ):
-        if prompts % world or min(prompts, n, micro) < 1:
-            continue  # another fault says so; there is no number to divide
-        samples = prompts // world * n
-        if samples % micro:
-            below, above = nearest_divisors(samples, micro)
-            nearest = " or ".join(str(value) for value in dict.fromkeys((below, above)))
-            text = (
-                f"{micro_key}: {micro} does not divide the {samples} samples of one process "
-                f"({key} {prompts} / {world} processes x worker.rollout.n {n}); nearest that work: {nearest}"
-            )
-            faults.append(Fault((micro_key, key, "worker.rollout.n"), text))
+            faults.append(_indivisible(key, value, "the number of processes", world_size, reason))
     return faults
 
 
@@ -69,39 +50,27 @@ def nearest_divisors(number: int, value: int) -> tuple[int, int]:
 
 
 def working_sizes(config: Config, world_size: int) -> str:
-    """One line with four batch sizes that satisfy every rule: fewest changed from the given ones, then nearest."""
-    actor, n = config.worker.actor, max(config.worker.rollout.n, 1)
-    sizes = (
-        config.data.rollout_batch_size,
-        actor.global_batch_size,
-        actor.micro_batch_size_per_device_for_update,
-        actor.micro_batch_size_per_device_for_experience,
-    )
-    wanted = tuple(max(size, 1) for size in sizes)
-    rollout, update = wanted[:2]
+    """One line with two batch sizes that satisfy every rule: fewest changed from the given ones, then nearest."""
+    wanted = (max(config.data.rollout_batch_size, 1), max(config.worker.actor.global_batch_size, 1))
+    rollout, update = wanted
     updates = set(nearest_multiples(update, world_size))
     if rollout % world_size == 0:
         updates |= {
             item * world_size for item in nearest_divisors(rollout // world_size, max(update // world_size, 1))
         }
     candidates = [
-        (new_rollout, new_update, micro_update, micro_experience)
+        (new_rollout, new_update)
         for new_update in sorted(updates, reverse=True)
         for new_rollout in nearest_multiples(rollout, new_update)
-        for micro_update, micro_experience in product(
-            nearest_divisors(new_update // world_size * n, wanted[2]),
-            nearest_divisors(new_rollout // world_size * n, wanted[3]),
-        )
     ]
 
-    def distance(candidate: tuple[int, ...]) -> tuple[int, float]:
+    def distance(candidate: tuple[int, int]) -> tuple[int, float]:
         pairs = list(zip(candidate, wanted, strict=True))
         return sum(new != old for new, old in pairs), sum(abs(math.log(new / old)) for new, old in pairs)
 
     best = min(candidates, key=distance)
-    pairs = zip((ROLLOUT, GLOBAL, UPDATE, EXPERIENCE), best, strict=True)
-    text = " ".join(f"{key}={value}" for key, value in pairs)
-    return f"Batch sizes that satisfy every rule with {world_size} process(es) and n = {n}: {text}"
+    text = " ".join(f"{key}={value}" for key, value in zip((ROLLOUT, GLOBAL), best, strict=True))
+    return f"Batch sizes that satisfy every rule with {world_size} process(es): {text}"
 
 
 def length_faults(config: Config) -> list[Fault]:

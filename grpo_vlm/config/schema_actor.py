@@ -22,7 +22,7 @@ _OVERRIDE = (
 _SHARDING = "the launcher's file in accelerate_configs/ decides the sharding"
 _OFFLOAD = "offloading between phases arrives with the memory work; accelerate_configs/ has a file that offloads"
 _LOSSES = "arrives with the algorithms work; this version has the default loss"
-_PACKING = "every micro-batch is padded in this version; packing arrives with the speed work"
+_SAME_ROWS = "old and reference log-probabilities are computed on the update's own micro-batches"
 
 
 @dataclass
@@ -118,10 +118,24 @@ class ActorConfig:
         common=True,
     )
     micro_batch_size_per_device_for_update: int = option(
-        4, "Samples per forward and backward pass on one device.", rule=at_least(1), common=True
+        4,
+        "Samples per forward and backward pass on one device; with dynamic_batching as many tokens as they may have.",
+        rule=at_least(1),
+        common=True,
     )
     micro_batch_size_per_device_for_experience: int = option(
-        16, "Samples per forward pass for log-probabilities on one device.", rule=at_least(1), common=True
+        16,
+        "Samples per forward pass for log-probabilities on one device.",
+        rule=at_least(1),
+        status=NEUTRAL,
+        reason=_SAME_ROWS,
+    )
+    max_token_len_per_gpu: int | None = option(
+        None,
+        "Tokens per forward and backward pass on one device, a prompt counted once for all its answers. null: "
+        "micro_batch_size_per_device_for_update x (max_prompt_length + max_response_length).",
+        rule=at_least(1),
+        common=True,
     )
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", rule=above(0))
     clip_ratio_low: float = option(0.2, "The importance ratio is clipped below at 1 - this.", rule=from_to_below(0, 1))
@@ -143,11 +157,15 @@ class ActorConfig:
     tau_positive: float = planned(1.0, "SAPO's temperature for positive advantages.", _LOSSES)
     tau_negative: float = planned(1.05, "SAPO's temperature for negative advantages.", _LOSSES)
     ppo_epochs: int = option(1, "Passes over each rollout batch.", rule=at_least(1))
-    padding_free: bool = option(True, "Compute on samples without padding.", status=NEUTRAL, reason=_PACKING)
-    dynamic_batching: bool = option(True, "Group samples by length.", status=NEUTRAL, reason=_PACKING)
+    padding_free: bool = option(
+        True, "Pack answers, and compute each prompt and picture once for its group. false: one padded row per answer."
+    )
+    dynamic_batching: bool = option(
+        True, "Fill each pass to a number of tokens. false: to a number of samples (packed passes only)."
+    )
     ulysses_size: int = planned(1, "Devices that share one sequence.", "no vision-language model runs with it")
     use_torch_compile: bool = option(
-        True, "Compile the log-probability kernel.", status=NEUTRAL, reason="nothing is compiled in this version"
+        True, "Compile the layers of the model (on an accelerator, where the weights are not sharded)."
     )
     model: ModelConfig = section(ModelConfig)
     optim: OptimConfig = section(OptimConfig)

@@ -16,6 +16,16 @@ def launched_with_deepspeed() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
 
 
+def computes_in_bf16(config: Config) -> bool:
+    """Whether an accelerator computes in bf16."""
+    return config.worker.actor.fsdp.mp_param_dtype in ("bf16", "bfloat16")
+
+
+def has_bf16_weights(config: Config) -> bool:
+    """Whether the trained weights are bf16 themselves."""
+    return config.worker.actor.fsdp.torch_dtype in ("bf16", "bfloat16")
+
+
 def training_arguments(config: Config, output_dir: Path, rollout_steps: int, world_size: int) -> GRPOConfig:
     """GRPOConfig for `rollout_steps` steps. Saving, logging and evaluation are ours, so TRL's are switched off; so
     is its reference model (beta 0) and its own generation."""
@@ -39,7 +49,7 @@ def training_arguments(config: Config, output_dir: Path, rollout_steps: int, wor
         max_grad_norm=actor.max_grad_norm,
         gradient_checkpointing=actor.model.enable_gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
-        bf16=not on_cpu and actor.fsdp.mp_param_dtype in ("bf16", "bfloat16"),
+        bf16=not on_cpu and computes_in_bf16(config) and not has_bf16_weights(config),  # autocast, where it casts
         use_cpu=on_cpu and not deepspeed,
         accelerator_config={"use_configured_state": on_cpu and deepspeed},
         seed=config.worker.rollout.seed,
@@ -49,6 +59,7 @@ def training_arguments(config: Config, output_dir: Path, rollout_steps: int, wor
         eval_strategy="no",
         save_strategy="no",
         logging_strategy="no",
+        logging_nan_inf_filter=False,  # it waits for the device after every update
         report_to=[],
         disable_tqdm=True,
         dataloader_num_workers=0,

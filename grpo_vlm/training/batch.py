@@ -1,9 +1,9 @@
-"""Rollouts of one rank as padded tensors, and the micro-batches that are read out of them.
+"""Rollouts as tensors: what the samples of one optimizer update on one rank are scored, weighted and compared with.
 
-Shape legend: B samples of this rank (its prompts x G), T longest completion.
+Shape legend: B samples (this rank's prompts of the update x G), T longest completion.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,16 +17,20 @@ from grpo_vlm.rollout.types import Completion
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt, its G completions and their scores (each a dict with "overall")."""
+    """One prompt, its G completions and their scores (each a dict with "overall").
+
+    index: place of the prompt among those of the rollout step, over all ranks.
+    """
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     scores: tuple[dict[str, float], ...]
+    index: int = 0
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """All samples of this rank for one rollout step, in the order of `groups`; [B, T] tensors, zero outside `mask`.
+    """This rank's samples of one optimizer update, in the order of `groups`; [B, T] tensors, zero outside `mask`.
 
     `old_log_probs` is None while the policy has not moved since the rollout: then they equal the current ones.
     """
@@ -42,13 +46,18 @@ class RolloutBatch:
     @classmethod
     def of(cls, groups: Sequence[Group]) -> "RolloutBatch":
         completions = [completion for group in groups for completion in group.completions]
-        longest = max(len(completion.token_ids) for completion in completions)
+        longest = max((len(completion.token_ids) for completion in completions), default=1)
         mask = torch.zeros(len(completions), longest)
         sampler_log_probs = torch.zeros(len(completions), longest)
         for row, completion in enumerate(completions):
             mask[row, : len(completion.token_ids)] = 1
             sampler_log_probs[row, : len(completion.logprobs)] = torch.tensor(completion.logprobs)
         return cls(tuple(groups), mask, sampler_log_probs)
+
+    def to(self, device: torch.device) -> "RolloutBatch":
+        """The same batch with its tensors on `device`."""
+        move = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **move)
 
     @property
     def samples(self) -> list[tuple[Prompt, Completion]]:
@@ -58,31 +67,11 @@ class RolloutBatch:
     def group_ids(self) -> list[int]:
         return [number for number, group in enumerate(self.groups) for _ in group.completions]
 
-    def minibatches(self, count: int) -> list["RolloutBatch"]:
-        """Splits whole groups, in order, into `count` equal parts: one optimizer update each."""
-        size = len(self.groups) // count
-        parts, first = [], 0
-        for part in range(count):
-            groups = self.groups[part * size : (part + 1) * size]
-            last = first + sum(len(group.completions) for group in groups)
-            parts.append(self._rows(groups, slice(first, last)))
-            first = last
-        return parts
 
-    def _rows(self, groups: Sequence[Group], rows: slice) -> "RolloutBatch":
-        """The same batch with only these rows, cut to their longest completion."""
-        longest = int(self.mask[rows].sum(-1).max())
-        cut = lambda values: None if values is None else values[rows, :longest]  # noqa: E731
-        return replace(
-            self,
-            groups=tuple(groups),
-            mask=cut(self.mask),
-            sampler_log_probs=cut(self.sampler_log_probs),
-            rewards=self.rewards[rows],
-            advantages=cut(self.advantages) if self.advantages.numel() else self.advantages,
-            old_log_probs=cut(self.old_log_probs),
-            ref_log_probs=cut(self.ref_log_probs),
-        )
+def split(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
+    """The groups of each optimizer update: equal parts, in order."""
+    size = len(groups) // parts
+    return [groups[part * size : (part + 1) * size] for part in range(parts)]
 
 
 @dataclass(frozen=True)
@@ -108,20 +97,11 @@ def blank_image(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
     return torch.zeros(merge * merge, dim), torch.tensor([[1, merge, merge]])
 
 
-def micro_batches(rollouts: RolloutBatch, size: int, padding: Padding) -> Iterator[tuple[slice, PaddedBatch]]:
-    """Consecutive samples, `size` at a time: the rows they take in `rollouts`, and the model's inputs, whose T is that
-    of the longest completion among them.
-    """
-    samples = rollouts.samples
-    for first in range(0, len(samples), size):
-        rows = slice(first, min(first + size, len(samples)))
-        yield rows, pad(samples[rows], padding)
-
-
 def pad(samples: Sequence[tuple[Prompt, Completion]], padding: Padding) -> PaddedBatch:
-    """Left-pads prompts and right-pads completions; pixel values are concatenated in the order of the rows."""
-    longest_prompt = max(len(prompt.token_ids) for prompt, _ in samples)
-    longest = max(len(completion.token_ids) for _, completion in samples)
+    """Left-pads prompts and right-pads completions; pixel values are concatenated in the order of the rows. On the
+    CPU; without samples only the blank image is left."""
+    longest_prompt = max((len(prompt.token_ids) for prompt, _ in samples), default=1)
+    longest = max((len(completion.token_ids) for _, completion in samples), default=1)
     images = [(p.pixel_values, p.image_grid_thw) for p, _ in samples if p.pixel_values is not None]
     blank = not images and padding.blank_image is not None
     ids = torch.full((len(samples) + blank, longest_prompt + longest), padding.pad_id, dtype=torch.long)
@@ -143,9 +123,14 @@ def pad(samples: Sequence[tuple[Prompt, Completion]], padding: Padding) -> Padde
     if images:
         pixels, grids = zip(*images, strict=True)
         inputs |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)}
-    inputs = {name: values.to(padding.device, non_blocking=True) for name, values in inputs.items()}
     return PaddedBatch(
         inputs=inputs,
         targets=inputs["input_ids"][: len(samples), longest_prompt:],
         mask=inputs["attention_mask"][: len(samples), longest_prompt:].float(),
     )
+
+
+def on_device(batch: PaddedBatch, device: torch.device) -> PaddedBatch:
+    """The batch on `device`, without waiting for the copies."""
+    inputs = {name: values.to(device, non_blocking=True) for name, values in batch.inputs.items()}
+    return PaddedBatch(inputs, batch.targets.to(device), batch.mask.to(device))

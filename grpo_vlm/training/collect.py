@@ -59,8 +59,11 @@ class Collector:
         ]
         return self.engine.generate(requests, on_progress)
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[Group]:
-        """Calls the reward once with all samples of this rank. A RewardError of one rank is raised on all."""
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], places: Sequence[int]
+    ) -> list[Group]:
+        """Calls the reward once with all samples of this rank. A RewardError of one rank is raised on all. `places`
+        number the prompts over all ranks."""
         samples = [
             reward_sample(prompt, self.text(completion), completion.token_ids)
             for prompt, row in zip(prompts, completions, strict=True)
@@ -74,8 +77,8 @@ class Collector:
         raise_first(error, self.accelerator, RewardError)
         scores = iter(found)
         return [
-            Group(prompt, tuple(row), tuple(next(scores) for _ in row))
-            for prompt, row in zip(prompts, completions, strict=True)
+            Group(prompt, tuple(row), tuple(next(scores) for _ in row), place)
+            for prompt, row, place in zip(prompts, completions, places, strict=True)
         ]
 
     def text(self, completion: Completion) -> str:

@@ -1,10 +1,9 @@
 """Validation: the answers to the held-out rows under their own sampling settings, scored by the same reward."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torch.utils.data import Dataset
-
+from grpo_vlm.data.rows import Prompt
 from grpo_vlm.report.record import Sample
 from grpo_vlm.rollout.types import Sampling
 from grpo_vlm.training.batch import Group
@@ -13,26 +12,28 @@ from grpo_vlm.training.collect import Collector
 
 def validate(
     collector: Collector,
-    rows: Dataset,
+    build: Callable[[Sequence[int]], list[Prompt]],
     sampling: Sampling,
     *,
+    count: int,
     batch_size: int,
     rank: int = 0,
     world_size: int = 1,
 ) -> list[Group]:
-    """Generates and scores this rank's share of the rows (every `world_size`-th), `batch_size` prompts at a time
-    over all ranks; -1 takes them all at once.
+    """Generates and scores this rank's share of the `count` rows (every `world_size`-th), `batch_size` prompts at a
+    time over all ranks; -1 takes them all at once. `build` makes the prompts of some rows.
 
     The seeds do not depend on the step, so that two validations differ by the weights alone.
     """
-    mine = range(rank, len(rows), world_size)
-    largest_share = math.ceil(len(rows) / world_size)
+    mine = range(rank, count, world_size)
+    largest_share = math.ceil(count / world_size)
     size = largest_share if batch_size < 1 else max(1, batch_size // world_size)
     groups: list[Group] = []
     for first in range(0, largest_share, size):  # as many rounds on every rank: the engine's calls are collective
-        prompts = [rows[index] for index in mine[first : first + size]]
+        places = mine[first : first + size]
+        prompts = build(places)
         completions = collector.generate(prompts, sampling, step=0, purpose="val")
-        groups += collector.score(prompts, completions)
+        groups += collector.score(prompts, completions, places)
     return groups
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_vlm.config import Config, sampling_values
 from grpo_vlm.report import metrics
 from grpo_vlm.report.record import Sample
+from grpo_vlm.training.batch import Group
 
 GIB = 1024**3
 
@@ -109,6 +110,28 @@ class Scored:
     reward: float  # after a KL penalty, if any
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A scored sample with its prompt's place in the rollout step or the validation set, over all ranks."""
+
+    place: int
+    scored: Scored
+
+
+def placed(samples: Sequence[Sample], groups: Sequence[Group], rewards: Sequence[float]) -> list[Placed]:
+    """The samples of these groups, in order; one reward for each."""
+    of_groups = [(group.index, len(group.prompt.token_ids)) for group in groups for _ in group.completions]
+    return [
+        Placed(place, Scored(sample, length, reward))
+        for sample, (place, length), reward in zip(samples, of_groups, rewards, strict=True)
+    ]
+
+
+def in_order(ranks: Sequence[Sequence[Placed]]) -> list[Scored]:
+    """The samples of all ranks in the order of their prompts."""
+    return [row.scored for row in sorted((row for rank in ranks for row in rank), key=lambda row: row.place)]
+
+
 def rollout_metrics(rows: Sequence[Scored], config: Config) -> dict[str, float]:
     """Metrics of a rollout step's samples (all ranks), under EasyR1's names."""
     scores = [row.sample.scores for row in rows]
@@ -142,11 +165,11 @@ def validation_metrics(rows: Sequence[Scored], config: Config) -> dict[str, floa
     )
 
 
-def load_metrics(rows: Sequence[Scored], world_size: int) -> dict[str, float]:
-    """How evenly the tokens lie on the ranks; `rows` are in the order of the ranks, equally many of each."""
-    share = len(rows) // world_size
-    lengths = [row.prompt_length + row.sample.response_length for row in rows]
-    return metrics.seqlen_metrics([sum(lengths[rank * share : (rank + 1) * share]) for rank in range(world_size)])
+def load_metrics(ranks: Sequence[Sequence[Placed]]) -> dict[str, float]:
+    """How evenly the tokens lie on the ranks, from the samples of each."""
+    return metrics.seqlen_metrics(
+        [sum(row.scored.prompt_length + row.scored.sample.response_length for row in rank) for rank in ranks]
+    )
 
 
 def speed_metrics(rows: Sequence[Scored], seconds: dict[str, float], num_devices: int) -> dict[str, float]:
@@ -170,3 +193,15 @@ def speed_metrics(rows: Sequence[Scored], seconds: dict[str, float], num_devices
 def _limits(config: Config) -> dict[str, int]:
     data = config.data
     return {"max_response_length": data.max_response_length, "max_prompt_length": data.max_prompt_length}
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process can still allocate on an accelerator."""
+    backend = torch.get_device_module(device)
+    free, _ = backend.mem_get_info(device)
+    return free + backend.memory_reserved(device) - backend.memory_allocated(device)
+
+
+def optimizer_bytes(model: nn.Module) -> int:
+    """Gradients and AdamW's two states, which exist from the first update on, in the weights' own type."""
+    return 3 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -7,10 +7,8 @@ import pytest
 
 from grpo_vlm.config import Config
 from grpo_vlm.config.check_batch import (
-    EXPERIENCE,
     GLOBAL,
     ROLLOUT,
-    UPDATE,
     batch_faults,
     nearest_divisors,
     nearest_multiples,
@@ -20,19 +18,16 @@ from grpo_vlm.config.check_batch import (
 Check = Callable[..., list[str]]
 
 
-def config(rollout: int, update: int, micro_update: int, micro_experience: int, n: int) -> Config:
+def config(rollout: int, update: int) -> Config:
     made = Config()
     made.data.rollout_batch_size, made.worker.actor.global_batch_size = rollout, update
-    made.worker.actor.micro_batch_size_per_device_for_update = micro_update
-    made.worker.actor.micro_batch_size_per_device_for_experience = micro_experience
-    made.worker.rollout.n = n
     return made
 
 
 def sizes_in(line: str) -> list[int]:
-    """The four sizes of a line from working_sizes."""
+    """The two sizes of a line from working_sizes."""
     pairs = dict(item.split("=") for item in line.partition(": ")[2].split())
-    return [int(pairs[key]) for key in (ROLLOUT, GLOBAL, UPDATE, EXPERIENCE)]
+    return [int(pairs[key]) for key in (ROLLOUT, GLOBAL)]
 
 
 def test_rollout_batch_not_a_multiple_of_the_update_batch(faults: Check) -> None:
@@ -41,13 +36,13 @@ def test_rollout_batch_not_a_multiple_of_the_update_batch(faults: Check) -> None
         "data.rollout_batch_size: 100 is not a multiple of worker.actor.global_batch_size = 32, so that updates use "
         "whole batches (100 = 3 x 32 + 4); nearest that work: 96 or 128"
     )
-    assert sizes_in(closing) == [96, 32, 4, 16]
+    assert sizes_in(closing) == [96, 32]
 
 
 def test_rollout_batch_smaller_than_the_update_batch(faults: Check) -> None:
     fault, closing = faults("data.rollout_batch_size=16")
     assert "(16 = 0 x 32 + 16); nearest that work: 32" in fault
-    assert sizes_in(closing) == [32, 32, 4, 16]
+    assert sizes_in(closing) == [32, 32]
 
 
 def test_batches_that_the_processes_cannot_share_in_whole_groups(faults: Check) -> None:
@@ -58,60 +53,35 @@ def test_batches_that_the_processes_cannot_share_in_whole_groups(faults: Check) 
     )
     assert update.startswith("worker.actor.global_batch_size: 32 is not a multiple of the number of processes = 3")
     assert update.endswith("nearest that work: 30 or 33")
-    assert closing.startswith("Batch sizes that satisfy every rule with 3 process(es) and n = 8: ")
-    assert sizes_in(closing) == [66, 33, 4, 16]
-
-
-def test_micro_batch_of_the_update(faults: Check) -> None:
-    fault, closing = faults(f"{UPDATE}=5", world_size=2)
-    assert fault == (
-        f"{UPDATE}: 5 does not divide the 128 samples of one process (worker.actor.global_batch_size 32 / 2 processes "
-        "x worker.rollout.n 8); nearest that work: 4 or 8"
-    )
-    assert sizes_in(closing) == [64, 32, 4, 16]
-
-
-def test_micro_batch_of_the_experience(faults: Check) -> None:
-    fault, closing = faults(f"{EXPERIENCE}=24")
-    assert fault == (
-        f"{EXPERIENCE}: 24 does not divide the 512 samples of one process (data.rollout_batch_size 64 / 1 processes x "
-        "worker.rollout.n 8); nearest that work: 16 or 32"
-    )
-    assert sizes_in(closing) == [64, 32, 4, 32]
-
-
-def test_a_micro_batch_larger_than_what_there_is(faults: Check) -> None:
-    fault, _ = faults(f"{UPDATE}=1000")
-    assert fault.endswith("nearest that work: 256")
+    assert closing.startswith("Batch sizes that satisfy every rule with 3 process(es): ")
+    assert sizes_in(closing) == [66, 33]
 
 
 def test_every_broken_rule_is_reported(faults: Check) -> None:
-    *lines, closing = faults(
-        "data.rollout_batch_size=50", f"{GLOBAL}=20", f"{UPDATE}=7", f"{EXPERIENCE}=9", world_size=2
-    )
-    assert [line.split(":")[0] for line in lines] == [ROLLOUT, UPDATE, EXPERIENCE]
-    assert batch_faults(config(*sizes_in(closing), 8), 2) == []
+    *lines, closing = faults("data.rollout_batch_size=50", f"{GLOBAL}=21", world_size=2)
+    assert [line.split(":")[0] for line in lines] == [ROLLOUT, GLOBAL]
+    assert batch_faults(config(*sizes_in(closing)), 2) == []
 
 
 def test_a_proposal_always_satisfies_every_rule() -> None:
     draw = random.Random(0)
     broken = 0
     for _ in range(500):
-        world, n = draw.choice([1, 2, 3, 4, 6, 8]), draw.randint(2, 9)
-        made = config(*(draw.randint(1, top) for top in (300, 200, 40, 60)), n)
+        world = draw.choice([1, 2, 3, 4, 6, 8])
+        made = config(draw.randint(1, 300), draw.randint(1, 200))
         broken += bool(batch_faults(made, world))
         sizes = sizes_in(working_sizes(made, world))
-        assert batch_faults(config(*sizes, n), world) == []
+        assert batch_faults(config(*sizes), world) == []
         assert min(sizes) >= 1
     assert broken > 400
 
 
 def test_a_proposal_leaves_sound_sizes_alone() -> None:
-    assert sizes_in(working_sizes(config(512, 128, 1, 2, 5), 8)) == [512, 128, 1, 2]
+    assert sizes_in(working_sizes(config(512, 128), 8)) == [512, 128]
 
 
 def test_sizes_below_one_are_the_range_checks_business() -> None:
-    assert [fault.keys[0] for fault in batch_faults(config(64, 0, 0, 0, 8), 1)] == []
+    assert [fault.keys[0] for fault in batch_faults(config(64, 0), 1)] == []
 
 
 @pytest.mark.parametrize(("value", "by", "expected"), [(7, 3, (6, 9)), (6, 3, (6, 6)), (2, 3, (3, 3))])
