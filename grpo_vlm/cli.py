@@ -1,7 +1,8 @@
 """The command line: `grpo-vlm train` is train.py, `grpo-vlm prepare` writes data sets.
 
-Exit codes: 0 done; 1 a fault of ours or of the machine, with its traceback; 2 something to mend in the command, the
-configuration, the data or the reward, said in one message; 130 interrupted.
+Exit codes: 0 done; 1 a fault of ours or of the machine, with its traceback, or a generation engine that is lost, said
+in one message; 2 something to mend in the command, the configuration, the data or the reward, said in one message; 130
+interrupted.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from grpo_vlm.config.help import format_help
-from grpo_vlm.errors import ConfigError, GRPOVLMError
+from grpo_vlm.errors import ConfigError, GRPOVLMError, RolloutError
 
 USAGE = """usage: grpo-vlm train [--config FILE] [key=value ...]
        grpo-vlm prepare easyvqa --out DIR
@@ -57,7 +58,7 @@ def guarded(command: Callable[[Sequence[str]], int | None], arguments: Sequence[
         return command(arguments) or 0
     except GRPOVLMError as error:
         print(f"\n{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, RolloutError) else 2
     except KeyboardInterrupt:
         print("\nInterrupted. The same command goes on from the last checkpoint.", file=sys.stderr)
         return 130

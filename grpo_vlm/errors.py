@@ -1,7 +1,7 @@
 """The four faults a user can cause. Each message names the key or row, the value seen and the remedy.
 
 All are ValueErrors, so that notebooks and callers that expect the standard class keep working. train.py turns them
-into exit code 2 without a traceback.
+into exit code 2 (RolloutError: 1) without a traceback.
 """
 
 

@@ -1,7 +1,8 @@
 """Check a whole configuration before anything heavy is imported, and report every fault at once.
 
-Here: the state, choices and range of each key, and rules between a few keys. Batch arithmetic is in check_batch.py;
-files, the reward function and the port are in check_files.py.
+Here: the state, choices and range of each key, and rules between a few keys. Batch arithmetic is in check_batch.py,
+the server's place and its sampling in check_rollout.py; files, the reward function and the port are in
+check_files.py.
 """
 
 import difflib
@@ -13,12 +14,11 @@ from typing import Any
 
 from grpo_vlm.config.check_batch import batch_faults, length_faults, working_sizes
 from grpo_vlm.config.check_files import expand_paths, file_faults, port_faults, required_faults
+from grpo_vlm.config.check_rollout import rollout_faults, rollout_notices
 from grpo_vlm.config.faults import Fault, raise_faults
-from grpo_vlm.config.load import fill, fits, read_config, schema_options, walk
+from grpo_vlm.config.load import fill, read_config, schema_options, walk
 from grpo_vlm.config.options import NEUTRAL, PLANNED, Option
 from grpo_vlm.config.schema import Config
-from grpo_vlm.config.schema_rollout import VAL_OVERRIDES, VLLM_ONLY, RolloutConfig
-from grpo_vlm.config.values import sampling_values
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class Launch:
     """True: the caller passes validation rows as Python objects."""
     check_port: bool = True
     """Only one process may try the port."""
+
+    @property
+    def per_node(self) -> int:
+        """Training processes on each machine."""
+        return self.gpus_per_node or self.world_size // self.num_nodes
 
 
 def check_config(config: Config, **launch: Any) -> list[str]:
@@ -84,7 +89,7 @@ def _check(config: Config, launch: Launch, found: list[Fault]) -> list[str]:
         *batch,
         *length_faults(config),
         *pair_faults(config),
-        *val_sampling_faults(config),
+        *rollout_faults(config, launch.per_node, launch.num_nodes),
         *launch_faults(config, launch),
         *required_faults(config, launch.needs_reward, launch.needs_train_files, launch.has_val_rows),
         *file_faults(config, launch.needs_reward, launch.needs_train_files, launch.has_val_rows),
@@ -208,28 +213,9 @@ def pair_faults(config: Config) -> list[Fault]:
     return faults
 
 
-def val_sampling_faults(config: Config) -> list[Fault]:
-    """Faults inside worker.rollout.val_override_config."""
-    section = "worker.rollout.val_override_config"
-    faults = []
-    for name, value in config.worker.rollout.val_override_config.items():
-        key = f"{section}.{name}"
-        if name not in VAL_OVERRIDES:
-            close = difflib.get_close_matches(name, VAL_OVERRIDES, 1)
-            nearest = f"did you mean {close[0]}? " if close else ""
-            faults.append(Fault((key,), f"{key}: unknown key; {nearest}Valid: {', '.join(VAL_OVERRIDES)}"))
-            continue
-        kind, rule = VAL_OVERRIDES[name]
-        if isinstance(value, str) or not fits(value, kind):
-            faults.append(Fault((key,), f"{key}: is {value!r} ({type(value).__name__}); expected {kind}"))
-        elif not rule.holds(value):
-            faults.append(Fault((key,), f"{key}: {_yaml(value)} is out of range; it must be {rule.text}"))
-    return faults
-
-
 def launch_faults(config: Config, launch: Launch) -> list[Fault]:
     """nnodes and n_gpus_per_node that differ from what the launcher started."""
-    per_node = launch.gpus_per_node or launch.world_size // launch.num_nodes
+    per_node = launch.per_node
     faults = []
     for key, asked, started, flag, what in (
         ("trainer.nnodes", config.trainer.nnodes, launch.num_nodes, "--num_machines", "machine(s)"),
@@ -252,9 +238,7 @@ def launch_faults(config: Config, launch: Launch) -> list[Fault]:
 
 def _notices(config: Config, launch: Launch) -> list[str]:
     """Lines about valid settings that change nothing or that surprise."""
-    algorithm, rollout, optim = config.algorithm, config.worker.rollout, config.worker.actor.optim
-    trainer = config.trainer
-    val = sampling_values(config, validation=True)
+    algorithm, optim, trainer = config.algorithm, config.worker.actor.optim, config.trainer
     has_val = bool(config.data.val_files) or launch.has_val_rows
     lines = {
         "algorithm.use_kl_loss has no effect: algorithm.disable_kl is true": (
@@ -267,20 +251,6 @@ def _notices(config: Config, launch: Launch) -> list[str]:
             optim.min_lr_ratio is not None and optim.lr_scheduler_type == "constant"
         ),
         "trainer.val_before_train has no effect: data.val_files is empty": trainer.val_before_train and not has_val,
-        "worker.rollout.top_p or top_k cuts the distribution that is sampled; the trainer's log-probabilities are of "
-        "the whole one, so training is slightly off-policy": rollout.top_p < 1 or rollout.top_k > 0,
-        "worker.rollout.val_override_config: temperature 0 makes all n validation answers of a prompt the same": (
-            val["temperature"] == 0 and val["n"] > 1
-        ),
         "trainer.save_model_only is true: these checkpoints cannot be resumed": trainer.save_model_only,
     }
-    return [line for line, holds in lines.items() if holds] + _engine_notices(config)
-
-
-def _engine_notices(config: Config) -> list[str]:
-    """One line with all keys of the vLLM server that are set although transformers generates."""
-    rollout, default = config.worker.rollout, RolloutConfig()
-    idle = [name for name in VLLM_ONLY if getattr(rollout, name) != getattr(default, name)]
-    if rollout.name == "vllm" or not idle:
-        return []
-    return [f"worker.rollout.{', '.join(idle)}: no effect with worker.rollout.name = {rollout.name}; vllm uses it"]
+    return [line for line, holds in lines.items() if holds] + rollout_notices(config)

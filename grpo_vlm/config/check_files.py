@@ -226,10 +226,13 @@ def _names(body: list[ast.stmt]) -> tuple[set[str], set[str]]:
     return functions, others
 
 
-def port_faults(config: Config) -> list[Fault]:
-    """A fault when worker.rollout.port is set and something listens there already."""
-    port, key = config.worker.rollout.port, "worker.rollout.port"
-    if port is None or not 0 < port < 65536 or config.worker.rollout.name != "vllm":
+def port_faults(config: Config, *, external: bool = False) -> list[Fault]:
+    """A fault when worker.rollout.port is set and something listens there already. external: the port of a server
+    that is started apart; a run that uses one does not open it."""
+    port, key, rollout = config.worker.rollout.port, "worker.rollout.port", config.worker.rollout
+    if port is None or not 0 < port < 65536 or rollout.name != "vllm":
+        return []
+    if rollout.placement == "external" and not external:
         return []
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does; a port just closed is free

@@ -28,8 +28,10 @@ Defaults that differ from EasyR1's:
 | `trainer.logger` | [console, file, tensorboard] | [console, wandb] | works without an account |
 | `trainer.nnodes`, `trainer.n_gpus_per_node` | null | 1, 8 | the launcher's; another number is an error |
 
-Keys that EasyR1 does not have: `data.system_prompt`, `worker.rollout.port`, `worker.rollout.start_timeout_s`,
-`worker.rollout.request_timeout_s`, `worker.rollout.cpu_kv_cache_gb`.
+Keys that EasyR1 does not have: `data.system_prompt`, `data.num_workers`; in `worker.rollout`: `min_p`,
+`repetition_penalty`, `stop`, `placement`, `gpus`, `base_url`, `data_parallel_size`, `port`, `start_timeout_s`,
+`request_timeout_s`, `step_timeout_s`, `max_restarts`, `cpu_kv_cache_gb`, `engine_kwargs`, `lora_sync`,
+`sync_check_every`, `sync_check_tolerance`.
 
 `trainer.max_steps`, `val_freq`, `save_freq`, checkpoints, resume and the learning-rate schedule count rollout steps.
 

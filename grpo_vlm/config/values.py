@@ -1,10 +1,12 @@
 """Values that follow from the configuration and that several rooms need."""
 
 from pathlib import Path
+from typing import Any
 
 from grpo_vlm.config.schema import Config
 from grpo_vlm.errors import ConfigError
 
+KEY_VARIABLE = "GRPO_VLM_ROLLOUT_KEY"  # environment variable with the key of the rollout server
 DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -51,14 +53,18 @@ def read_template(key: str, path: str) -> str:
     return text
 
 
-def sampling_values(config: Config, *, validation: bool) -> dict[str, float]:
-    """Values of n, temperature, top_p, top_k and max_tokens in training, or in validation with its overrides."""
+def sampling_values(config: Config, *, validation: bool) -> dict[str, Any]:
+    """Values of n, temperature, top_p, top_k, min_p, repetition_penalty, max_tokens and stop in training, or in
+    validation with its overrides."""
     rollout = config.worker.rollout
     values = {
         "n": rollout.n,
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,
         "top_k": rollout.top_k,
+        "min_p": rollout.min_p,
+        "repetition_penalty": rollout.repetition_penalty,
+        "stop": tuple(rollout.stop),
         "max_tokens": config.data.max_response_length,
     }
     return values | rollout.val_override_config if validation else values

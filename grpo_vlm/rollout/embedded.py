@@ -57,6 +57,10 @@ class TransformersEngine:
         self.version = version
         return {}
 
+    def metrics(self) -> dict[str, float]:
+        """Nothing can fall."""
+        return {}
+
     def release(self) -> None:
         """Nothing is held between calls."""
 
@@ -93,10 +97,12 @@ class TransformersEngine:
         logprobs = torch.zeros(ids.shape, device=device)
         lengths = torch.full((len(ids),), sampling.max_tokens, device=device)
         stopped = torch.zeros(len(ids), dtype=torch.bool, device=device)
-        eos = torch.tensor([] if sampling.ignore_eos else self.eos_ids, dtype=torch.long, device=device)
+        seen = self._seen(inputs, logits) if sampling.repetition_penalty != 1 else None
         for step in range(sampling.max_tokens):
-            ids[:, step], logprobs[:, step] = draw(logits, uniforms[:, step], sampling, self.banned_ids)
-            ended = torch.isin(ids[:, step], eos) & ~stopped
+            ids[:, step], logprobs[:, step] = draw(logits, uniforms[:, step], sampling, self.banned_ids, seen)
+            if seen is not None:
+                seen.scatter_(1, ids[:, step : step + 1], True)
+            ended = self._ended(ids[:, : step + 1], sampling) & ~stopped
             lengths[ended] = step + 1
             stopped |= ended
             if step + 1 == sampling.max_tokens or bool(stopped.all()):
@@ -110,6 +116,24 @@ class TransformersEngine:
                 use_cache=True,
             ).logits[:, -1]
         return self._completions(sampling.n, ids, logprobs, lengths.tolist(), stopped.tolist())
+
+    def _seen(self, inputs: dict[str, Tensor], logits: Tensor) -> Tensor:
+        """Which tokens each prompt has, bool [B, V]."""
+        seen = torch.zeros(len(inputs["input_ids"]), logits.shape[-1], dtype=torch.bool, device=logits.device)
+        rows, columns = inputs["attention_mask"].nonzero(as_tuple=True)
+        seen[rows, inputs["input_ids"][rows, columns]] = True
+        return seen.repeat_interleave(len(logits) // len(seen), 0)
+
+    def _ended(self, ids: Tensor, sampling: Sampling) -> Tensor:
+        """Whether the last of the tokens [B, T] so far ends a completion, bool [B]."""
+        final = [*([] if sampling.ignore_eos else self.eos_ids), *sampling.stop_token_ids]
+        ended = torch.isin(ids[:, -1], torch.tensor(final, dtype=ids.dtype, device=ids.device))
+        if sampling.stop:
+            tail = ids[:, -max(len(text.encode()) for text in sampling.stop) - 4 :]  # a token has a byte or more
+            texts = [self.tokenizer.decode(row, skip_special_tokens=False) for row in tail.tolist()]
+            found = [any(text in shown for text in sampling.stop) for shown in texts]
+            ended |= torch.tensor(found, device=ids.device)
+        return ended
 
     def _completions(
         self, n: int, ids: Tensor, logprobs: Tensor, lengths: list[int], stopped: list[bool]
@@ -162,15 +186,25 @@ class TransformersEngine:
         )[0]
 
 
-def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor,
+    uniforms: Tensor,
+    sampling: Sampling,
+    banned_ids: Sequence[int],
+    seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Token ids [B] and their log-probs [B] for logits [B, V] and uniform numbers [B] of [0, 1).
 
-    Greedy for temperature 0, with the log-probs of temperature 1.
+    seen: bool [B, V], the tokens that the repetition penalty holds for. Greedy for temperature 0, with the log-probs
+    of temperature 1. The order is vLLM's: banned ids, penalty, temperature, min_p, top_k, top_p.
     """
     scores = logits.float()
     scores[:, list(banned_ids)] = NEGATIVE
+    if seen is not None:
+        penalty = sampling.repetition_penalty
+        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
     if sampling.temperature > 0:
-        scores = keep_likely(scores / sampling.temperature, sampling.top_k, sampling.top_p)
+        scores = keep_likely(scores / sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     logprobs = scores.log_softmax(-1)
     if sampling.temperature == 0:
         tokens = logprobs.argmax(-1)
@@ -180,8 +214,12 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, banned_ids: Seque
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-def keep_likely(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Scores [B, V] with everything outside the `top_k` best and the smallest set of mass `top_p` at -inf."""
+def keep_likely(scores: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
+    """Scores [B, V] with everything at -inf that is less probable than `min_p` times the best, or outside the `top_k`
+    best, or outside the smallest set of mass `top_p`."""
+    if min_p > 0:
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), NEGATIVE)
     if 0 < top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(top_k, -1).values[:, -1:], NEGATIVE)
     if top_p < 1:

@@ -7,29 +7,37 @@ at the end.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import nn
 
-from grpo_vlm.config import Config, RolloutConfig, dtype_name
+from grpo_vlm.config import Config
+from grpo_vlm.config.values import KEY_VARIABLE
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.rollout.client import VLLMClient
+from grpo_vlm.rollout.command import ignored_on_cpu, server_settings
 from grpo_vlm.rollout.embedded import TransformersEngine
-from grpo_vlm.rollout.ranks import raise_everywhere, raise_first
-from grpo_vlm.rollout.server import ServerSettings, VLLMServer
-from grpo_vlm.rollout.sync import SHARED_MEMORY, FileSync, IPCSync, WeightSync, remove_left_folders
+from grpo_vlm.rollout.failures import ServerGone
+from grpo_vlm.rollout.ranks import Meeting, processes_here
+from grpo_vlm.rollout.server import ExternalServer, VLLMServer
+from grpo_vlm.rollout.supervise import SHOWN_ROWS, Job, Report, Verdict, Watchdog, agree, ending, judge, kill
+from grpo_vlm.rollout.sync import SHARED_MEMORY, WeightSync, remove_left_folders
+from grpo_vlm.rollout.sync_choice import make_sync
 from grpo_vlm.rollout.types import Completion, Request, banned_token_ids, eos_token_ids
 
-SLEEP_LEVEL = 2  # weights and cache are dropped; the next sync brings all weights anyway
+MARGIN_S = 120.0  # beyond its own time-outs, what a rank may take before the others give it up
 
 
 class Engine(Protocol):
-    """What the trainer needs of an engine. All methods are called by all ranks."""
+    """What the trainer needs of an engine. All methods but `metrics` are called by all ranks."""
 
     name: str
 
@@ -44,6 +52,9 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """Completions for this rank's own requests, in their order. `on_progress(done)` counts finished prompts."""
 
+    def metrics(self) -> dict[str, float]:
+        """What happened since the last call, over all ranks: `rollout/restarts`, `rollout/retries` of a server."""
+
     def release(self) -> None:
         """Give the accelerator's memory back until the next `sync` or `generate`."""
 
@@ -51,10 +62,25 @@ class Engine(Protocol):
         """Stop what `start` started. May be called any number of times."""
 
 
-def make_engine(config: Config, *, processor: Any, model: nn.Module, accelerator: Any, run_dir: str | Path) -> Engine:
+def print_warning(text: str) -> None:
+    """What is said where no console is given."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def make_engine(
+    config: Config,
+    *,
+    processor: Any,
+    model: nn.Module,
+    accelerator: Any,
+    run_dir: str | Path,
+    warn: Callable[[str], None] = print_warning,
+    on_wait: Callable[[float], None] | None = None,
+) -> Engine:
     """The engine that `worker.rollout.name` asks for; transformers, with a printed line, when vLLM is not installed.
 
     model: the policy, for its token ids and generation config; `sync` names the weights. run_dir: where vllm.log goes.
+    warn(text): called on the main process when a server is started again. on_wait(seconds): while one starts.
     """
     wanted = config.worker.rollout.name
     if wanted == "vllm" and importlib.util.find_spec("vllm") is None:
@@ -66,14 +92,27 @@ def make_engine(config: Config, *, processor: Any, model: nn.Module, accelerator
             )
         wanted = "transformers"
     if wanted == "vllm":
-        return VLLMEngine(config, processor=processor, model=model, accelerator=accelerator, run_dir=Path(run_dir))
+        return VLLMEngine(
+            config,
+            processor=processor,
+            model=model,
+            accelerator=accelerator,
+            run_dir=Path(run_dir),
+            warn=warn,
+            on_wait=on_wait,
+        )
     return TransformersEngine(processor=processor, model=model, accelerator=accelerator)
 
 
 class VLLMEngine:
-    """A vLLM server that the main process starts, feeds with weights and stops; every rank sends its own prompts.
+    """A vLLM server that a leading rank starts, feeds with weights, watches and stops; every rank sends its own
+    prompts to it.
 
-    on_wait(seconds): called while the server starts, for a progress line.
+    A server that dies or hangs is started again, at most `worker.rollout.max_restarts` times in a run, and given the
+    current weights; only prompts without an answer are asked for again, with their seeds. Ranks that have theirs wait
+    for the others in a Meeting, so that all of them take part when weights are gathered anew.
+
+    warn(text): called on the main process when that happens. on_wait(seconds): while a server starts.
     """
 
     name = "vllm"
@@ -86,93 +125,111 @@ class VLLMEngine:
         model: nn.Module,
         accelerator: Any,
         run_dir: Path,
+        warn: Callable[[str], None] = print_warning,
         on_wait: Callable[[float], None] | None = None,
     ) -> None:
-        self.accelerator, self.processor, self.on_wait = accelerator, processor, on_wait
+        self.accelerator, self.processor, self.warn, self.on_wait = accelerator, processor, warn, on_wait
         self.run_dir = run_dir
-        self.request_timeout_s = config.worker.rollout.request_timeout_s
-        self.settings = server_settings(config, accelerator.device.type)
+        self.rollout = rollout = config.worker.rollout
+        self.request_timeout_s, self.step_timeout_s = rollout.request_timeout_s, rollout.step_timeout_s
+        self.max_restarts = rollout.max_restarts
+        self.settings = server_settings(config, accelerator.device.type, processes_here(accelerator))
         unwrapped = accelerator.unwrap_model(model)
         self.banned_ids = banned_token_ids(processor, unwrapped.config)
         self.eos_ids = eos_token_ids(processor, unwrapped.generation_config)
-        self.server: VLLMServer | None = None
+        self.meeting = Meeting(accelerator)
+        # The rank whose server this rank uses: a shared one runs on the GPUs of each node.
+        shared = rollout.placement == "shared"
+        self.leader = accelerator.process_index - accelerator.local_process_index if shared else 0
+        self.leads = accelerator.process_index == self.leader
+        self.followers: list[int] = []  # the ranks that use this rank's server
+        self.server: VLLMServer | ExternalServer | None = None  # a leader's
+        self.watchdog: Watchdog | None = None
         self.client: VLLMClient | None = None
         self.transfer: WeightSync | None = None
         self.model, self.version = model, -1
         self.asleep = False
+        self.restarts = 0  # of all servers, so far
+        self._new = False  # a leader's server does not know yet how weights will come
+        self._sleeping: list[str] = []  # parts of a leader's server that are still asleep
+        self._counts = {"rollout/restarts": 0, "rollout/retries": 0}
+
+    # ---- what the trainer calls
 
     def start(self) -> None:
-        """Start the server on the main process and tell every rank where it is."""
-        error, where = None, [None, None]
-        if self.accelerator.is_main_process:
+        """Start the server on its leader and tell every rank where it is."""
+        if self.leads:
             if self.settings.device == "cpu":
                 remove_left_folders(SHARED_MEMORY, self.run_dir)
-                if ignored := ignored_on_cpu(self.settings):
-                    print(f"The vLLM server on a CPU ignores {', '.join(ignored)}.", file=sys.stderr)
-            self.server = VLLMServer(self.settings, self.run_dir / "vllm.log")
-            try:
-                self.server.start(self.on_wait)
-                where = [self.server.url, self.server.api_key]
-            except RolloutError as problem:
-                error = str(problem)
-        raise_everywhere(error, self.accelerator, RolloutError)
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(where)
+                if ignored := ignored_on_cpu(self.rollout):
+                    self._say(f"the vLLM server on a CPU ignores {', '.join(ignored)}")
+            self.server = self._make_server()
+            self.watchdog = Watchdog(self.server)
+        faults, _, where = self._launch(self.leads)
+        if faults:
+            raise RolloutError(faults[0])
         self.client = VLLMClient(
             *where,
             tokenizer=self.processor.tokenizer,
             eos_ids=self.eos_ids,
             banned_ids=self.banned_ids,
             request_timeout_s=self.request_timeout_s,
+            pixel_dtype=getattr(torch, self.settings.dtype),
         )
-        sender = self.client if self.accelerator.is_main_process else None
-        dtype = getattr(torch, self.settings.dtype)
-        if self.settings.device == "cpu":
-            self.transfer = FileSync(sender, self.accelerator, dtype, self.run_dir)
-        else:
-            self.transfer = IPCSync(sender, self.accelerator, dtype)
-        if sender is not None:
-            sender.post("/init_weight_transfer_engine", {"init_info": {}})
+        self.transfer = make_sync(self.settings, self.client if self.leads else None, self.accelerator, self.run_dir)
+        self.client.adapter = self.transfer.adapter
+        self._new = self.leads
 
     def sync(self, model: nn.Module, version: int) -> dict[str, float]:
-        """Wake the server if it sleeps, transfer the weights, drop its caches."""
-        waking = self.asleep and self.accelerator.is_main_process
-        if waking:
-            self.client.post("/wake_up", tags="weights")
-        metrics = self.transfer.send(model)
-        if waking:
-            self.client.post("/wake_up", tags="kv_cache")
-        self.asleep = False
+        """Wake the server if it sleeps, transfer the weights, drop its caches; a fallen server is started again."""
         self.model, self.version = model, version
-        return metrics
+        while True:
+            metrics, problem = self._send()
+            if problem is None:
+                self.asleep = False
+                return metrics
+            verdict = Verdict("done")
+            if self.leads:
+                well = self.watchdog.well()
+                verdict = Verdict("raise", problem) if well else Verdict("restart", self.watchdog.cause(problem))
+            self._act(verdict)
 
     def generate(
         self, requests: Sequence[Request], on_progress: Callable[[int], None] | None = None
     ) -> list[list[Completion]]:
-        """See Engine. A failure on any rank is raised on all of them, naming the row."""
+        """See Engine. A failure on any rank that nothing helps against is raised on all of them, naming the row."""
         if self.asleep:  # released, and the weights have not moved since: bring the same ones back
             self.sync(self.model, self.version)
-        error, completions = None, []
-        try:
-            completions = self.client.generate(requests, self.version, on_progress)
-        except RolloutError as problem:
-            error = str(problem) + self._death()
-        raise_first(error, self.accelerator, RolloutError)
-        return completions
+        job, deadline, failed_rounds = Job(requests, on_progress), time.monotonic() + self.step_timeout_s, 0
+        while True:
+            reports = self._round(job, deadline)
+            verdict = Verdict("done")
+            if self.leads:
+                mine = [reports[rank] for rank in self.followers]
+                verdict = judge(mine, self.watchdog.well, failed_rounds)
+                if verdict.action == "restart":
+                    verdict = Verdict("restart", self.watchdog.cause(verdict.message))
+            action = self._act(verdict, reports)
+            if action == "done":
+                return [job.answers[index] for index in range(len(requests))]
+            failed_rounds += 1
+            if action == "restart":
+                self.sync(self.model, self.version)
 
-    def _death(self) -> str:
-        """What to add to an error when the server is gone."""
-        if self.server is None or self.server.alive():
-            return ""
-        return f". The server has ended; last lines of {self.server.log_path}:\n{self.server.log_tail()}"
+    def metrics(self) -> dict[str, float]:
+        """Restarts of the server and prompts asked for again, by all ranks, since the last call."""
+        taken = {name: float(count) for name, count in self._counts.items()}
+        self._counts = dict.fromkeys(self._counts, 0)
+        return taken
 
     def release(self) -> None:
-        """On a GPU, put the server to sleep until the next sync; on a CPU nothing would be gained."""
-        if self.settings.device == "cpu" or self.asleep:
+        """Put the server to sleep until the next sync. (`generate` has ended on all ranks when it ends on one.)"""
+        if not self.settings.sleeps or self.asleep:
             return
-        self.accelerator.wait_for_everyone()  # other ranks may still generate
-        if self.accelerator.is_main_process:
-            self.client.post("/sleep", level=SLEEP_LEVEL)
+        with self._watched():
+            self._on_leaders(self._sleep)
+        if self.transfer.sleep_level > 1:
+            self.transfer.forget()
         self.asleep = True
 
     def close(self) -> None:
@@ -181,36 +238,160 @@ class VLLMEngine:
             self.server.stop()
             self.server = None
 
+    # ---- what all ranks do together
 
-def ignored_on_cpu(settings: ServerSettings) -> list[str]:
-    """The keys that differ from their defaults and that a CPU server does not use."""
-    names = ("enable_chunked_prefill", "gpu_memory_utilization")
-    return [f"worker.rollout.{name}" for name in names if getattr(settings, name) != getattr(RolloutConfig(), name)]
+    def _launch(self, mine: bool) -> tuple[list[str], bool, tuple[str, str]]:
+        """Start the servers of the leaders with `mine`. Returns what went wrong, whether that was this rank's server,
+        and the address and key of the server that this rank uses."""
+        problem, where = None, (None, None)
+        if mine:
+            try:
+                self.server.start(self.on_wait)
+            except RolloutError as error:
+                problem = str(error)
+        if self.leads:
+            where = (self.server.url, self.server.api_key)
+        limit_s = self.settings.start_timeout_s + MARGIN_S
+        told = self.meeting.exchange([self.leader, problem, *where], limit_s=limit_s, what="start the vLLM server")
+        self.followers = [rank for rank, (leader, *_) in enumerate(told) if leader == self.meeting.rank]
+        faults = [fault for _, fault, _, _ in told if fault is not None]
+        return faults, problem is not None, tuple(told[self.leader][2:])
 
+    def _send(self) -> tuple[dict[str, float], str | None]:
+        """One transfer of all weights. Returns its metrics and, on all ranks alike, what went wrong."""
+        try:
+            with self._watched():
+                self._on_leaders(self._prepare)
+                metrics = self.transfer.send(self.model)
+                self._on_leaders(lambda: self._wake("kv_cache"))
+        except RolloutError as problem:
+            return {}, str(problem)
+        return metrics, None
 
-def server_settings(config: Config, device: str) -> ServerSettings:
-    """The server's settings from a configuration. device: the trainer's device type."""
-    rollout, data, model = config.worker.rollout, config.data, config.worker.actor.model
-    dtype = rollout.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    return ServerSettings(
-        model_path=model.model_path,
-        tokenizer_path=model.tokenizer_path,
-        device=device,
-        max_model_len=rollout.max_model_len or data.max_prompt_length + data.max_response_length,
-        dtype=dtype_name(dtype),
-        port=rollout.port,
-        start_timeout_s=rollout.start_timeout_s,
-        cpu_kv_cache_gb=rollout.cpu_kv_cache_gb,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        enforce_eager=rollout.enforce_eager,
-        enable_chunked_prefill=rollout.enable_chunked_prefill,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        tensor_parallel_size=rollout.tensor_parallel_size or 1,
-        limit_images=rollout.limit_images or None,
-        seed=rollout.seed,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=data.override_chat_template,
-        log_stats=not rollout.disable_log_stats,
-    )
+    def _round(self, job: Job, deadline: float) -> list[Report]:
+        """Ask for what is missing, and wait until the other ranks have theirs. Returns the reports of all ranks."""
+        with self._watched():
+            report = job.attempt(self.client, self.version, lambda: self._look(job, deadline))
+            limit_s = max(0.0, deadline - time.monotonic()) + MARGIN_S
+            told = self.meeting.exchange(asdict(report), limit_s=limit_s, what="get the answers to its prompts")
+        reports = [Report(**values) for values in told]
+        self._counts["rollout/retries"] += sum(report.retries for report in reports)
+        return reports
+
+    def _act(self, verdict: Verdict, reports: Sequence[Report] = ()) -> str:
+        """Do what the leaders' verdicts come to: raise, start servers again, or nothing. Returns the action."""
+        told = self.meeting.exchange(asdict(verdict), limit_s=MARGIN_S, what="judge the vLLM server")
+        verdicts = [Verdict(**values) for values in told]
+        action = agree(verdicts)
+        causes = [each.message for each in verdicts if each.action == action]
+        if action == "raise":
+            raise RolloutError(causes[0])
+        if action == "restart":
+            self._restart(causes, verdict.action == "restart", reports)
+        return action
+
+    def _restart(self, causes: list[str], mine: bool, reports: Sequence[Report]) -> None:
+        """Start the fallen servers again, this rank's own one if `mine`. RolloutError when restarts are used up."""
+        began, fell = time.monotonic(), mine
+        while causes:
+            if self.restarts + len(causes) > self.max_restarts:
+                raise RolloutError(self._used_up(causes[0], reports))
+            self.restarts += len(causes)
+            self._counts["rollout/restarts"] += len(causes)
+            what = "waited for" if self.rollout.placement == "external" else "started again"
+            self._say(
+                f"{causes[0].splitlines()[0]}. It is {what} (restart {self.restarts} of at most {self.max_restarts} "
+                "in a run) and given all weights; every process waits for it"
+            )
+            if self.accelerator.device.type != "cpu":
+                torch.accelerator.empty_cache()  # the server finds no room in what the trainer only keeps at hand
+            if mine:
+                if self.server.process is not None:
+                    kill(self.server.process)
+                self.server.stop()
+            causes, mine, where = self._launch(mine)
+        self.client.connect(*where)
+        if fell:
+            self._new, self._sleeping = True, []
+        missing = sum(report.missing for report in reports)
+        again = f"; {missing} prompt(s) are asked again" if missing else ""
+        self._say(f"the vLLM server is back after {time.monotonic() - began:.0f} s{again}")
+
+    def _on_leaders(self, call: Callable[[], None]) -> None:
+        """`call` on the leaders. RolloutError on all ranks when it fails on one."""
+        problem = None
+        if self.leads:
+            try:
+                call()
+            except RolloutError as error:
+                problem = str(error)
+        told = self.meeting.exchange(
+            problem, limit_s=self.request_timeout_s + MARGIN_S, what="control the vLLM server"
+        )
+        faults = [fault for fault in told if fault is not None]
+        if faults:
+            raise RolloutError(faults[0])
+
+    # ---- what one rank does
+
+    def _make_server(self) -> VLLMServer | ExternalServer:
+        """The server of a leader, not started."""
+        if self.rollout.placement == "external":
+            return ExternalServer(self.settings, self.rollout.base_url, os.environ[KEY_VARIABLE])
+        name = f"vllm-{self.leader}.log" if self.leader else "vllm.log"  # one per node, in a folder that they share
+        return VLLMServer(self.settings, self.run_dir / name)
+
+    def _watched(self) -> AbstractContextManager[Any]:
+        """A leader looks after its server while the block runs."""
+        return self.watchdog if self.leads else nullcontext()
+
+    def _prepare(self) -> None:
+        """Before a transfer. ServerGone when there is no server any more."""
+        if not self.server.alive():
+            raise ServerGone(ending(self.server.process))
+        if self._new:
+            self.transfer.connect()
+            self._new = False
+        self._wake("weights")
+
+    def _sleep(self) -> None:
+        """Put the server to sleep. The next sync finds one that is gone, and starts it again."""
+        with suppress(ServerGone):
+            self.client.post("/sleep", level=self.transfer.sleep_level)
+            self._sleeping = ["weights", "kv_cache"]
+
+    def _wake(self, part: str) -> None:
+        """Bring a part of the server back, if it sleeps."""
+        if part in self._sleeping:
+            self.client.post("/wake_up", tags=part)
+            self._sleeping.remove(part)
+
+    def _look(self, job: Job, deadline: float) -> None:
+        """Called while this rank's prompts wait: raises when they wait in vain."""
+        if self.leads and self.watchdog.fault is not None:
+            raise ServerGone(self.watchdog.fault)
+        if time.monotonic() > deadline:
+            rows = [job.batch[index].prompt.row_id for index in job.missing]
+            raise RolloutError(
+                f"row {rows[0]}: no answer when the step's time was over; {len(rows)} of {len(job.batch)} prompts had "
+                f"none after {self.step_timeout_s:g} s (worker.rollout.step_timeout_s). Raise it, or lower "
+                "data.max_response_length"
+            )
+
+    def _say(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            self.warn(text)
+
+    def _used_up(self, cause: str, reports: Sequence[Report]) -> str:
+        """The message of the last failure."""
+        rows = [row for report in reports for row in report.rows]
+        waiting = f" Rows without an answer: {', '.join(rows[:SHOWN_ROWS])}." if rows else ""
+        tail = ""
+        if isinstance(self.server, VLLMServer) and "Last lines of" not in cause:
+            tail = f"\nLast lines of {self.server.log_path}:\n{self.server.log_tail()}"
+        return (
+            f"{cause}. It is not started again: worker.rollout.max_restarts is {self.max_restarts} and "
+            f"{self.restarts} are used.{waiting} Remedy: vllm.log should say why it fell; where one prompt fells it "
+            f"again and again take that row out, where memory ran out lower gpu_memory_utilization. The same command "
+            f"goes on from the last checkpoint{tail}"
+        )

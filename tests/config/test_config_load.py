@@ -240,7 +240,8 @@ def test_derived_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert updates_per_step(config) == 512 // 256 * 3
     assert run_folder(config) == tmp_path / "checkpoints/easy_r1/demo"
     assert tokenizer_path(config) == "m"
-    train = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 512}
+    train = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    train |= {"max_tokens": 512, "stop": ()}
     assert sampling_values(config, validation=False) == train
     assert sampling_values(config, validation=True) == train | {"n": 4, "top_p": 0.9}
     config.trainer.save_checkpoint_path = "runs/a"

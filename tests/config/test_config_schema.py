@@ -169,10 +169,25 @@ DEVIATIONS = {
 }
 OURS = {
     "data.system_prompt": None,
+    "data.num_workers": None,
+    "worker.actor.max_token_len_per_gpu": None,
+    "worker.rollout.min_p": 0.0,
+    "worker.rollout.repetition_penalty": 1.0,
+    "worker.rollout.stop": [],
+    "worker.rollout.placement": "shared",
+    "worker.rollout.gpus": [],
+    "worker.rollout.base_url": None,
+    "worker.rollout.data_parallel_size": None,
     "worker.rollout.port": None,
     "worker.rollout.start_timeout_s": 600.0,
     "worker.rollout.request_timeout_s": 600.0,
+    "worker.rollout.step_timeout_s": 3600.0,
+    "worker.rollout.max_restarts": 3,
     "worker.rollout.cpu_kv_cache_gb": 1.0,
+    "worker.rollout.engine_kwargs": {},
+    "worker.rollout.lora_sync": "merged",
+    "worker.rollout.sync_check_every": 50,
+    "worker.rollout.sync_check_tolerance": None,
 }
 
 

@@ -8,7 +8,10 @@ from PIL import Image
 from grpo_vlm.config import Config
 from grpo_vlm.data.dataset import PromptDataset
 from grpo_vlm.data.rows import Prompt
+from grpo_vlm.rollout.embedded import keep_likely
 from grpo_vlm.rollout.types import Completion, Request, Sampling, request_seed
+
+PLAIN = Sampling()
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
@@ -37,14 +40,21 @@ def requests(prompts: list[Prompt], purpose: str = "train", **sampling) -> list[
 
 
 @torch.no_grad()
-def expected_logprobs(model, prompt: Prompt, completion: Completion, banned: list[int], temperature: float = 1.0):
-    """float32 [tokens], without padding, cache or batching."""
+def expected_logprobs(model, prompt: Prompt, completion: Completion, banned: list[int], sampling: Sampling = PLAIN):
+    """float32 [tokens], of the distribution that `sampling` draws from; without padding, cache or batching."""
     ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
     if prompt.pixel_values is not None:
         inputs |= {"pixel_values": prompt.pixel_values, "image_grid_thw": prompt.image_grid_thw}
-    logits = model.eval()(**inputs).logits[0, len(prompt.token_ids) - 1 : -1] / temperature
+    first = len(prompt.token_ids)
+    logits = model.eval()(**inputs).logits[0, first - 1 : -1]
     logits[:, banned] = float("-inf")
+    for row, scores in enumerate(logits if sampling.repetition_penalty != 1 else ()):
+        known = ids[0, : first + row].unique()
+        penalty = torch.where(scores[known] > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        scores[known] = scores[known] * penalty
+    if sampling.temperature > 0:
+        logits = keep_likely(logits / sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 

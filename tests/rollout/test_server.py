@@ -2,23 +2,23 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import textwrap
+import threading
 import time
-from pathlib import Path
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import psutil
 import pytest
 
-from grpo_vlm.config import Config, load_config
 from grpo_vlm.errors import RolloutError
-from grpo_vlm.rollout.engine import ignored_on_cpu, server_settings
-from grpo_vlm.rollout.server import GUARD, ServerSettings, VLLMServer, server_command, server_environment
+from grpo_vlm.rollout import versions
+from grpo_vlm.rollout.command import ServerSettings
+from grpo_vlm.rollout.server import GUARD, ExternalServer, VLLMServer
 from tests.tiny import tiny_model
 
 # A process that starts another in a session of its own, as a daemon would, and waits.
@@ -63,6 +63,20 @@ def test_a_missing_plugin_is_said_before_anything_starts(settings, tmp_path, mon
     assert server.process is None
 
 
+@pytest.mark.parametrize(("version", "message"), [((0, 25), "vLLM 0.25 is installed; .* 0.26 to 0.31"), (None, "pip")])
+def test_a_vllm_of_another_release_is_said_before_anything_starts(settings, tmp_path, monkeypatch, version, message):
+    if version is None:
+        monkeypatch.setattr(versions, "NAMES", ())
+        monkeypatch.setattr(versions, "installed", versions.installed.__wrapped__)
+    else:
+        monkeypatch.setattr(versions, "installed", lambda: version)
+    server = VLLMServer(settings, tmp_path / "vllm.log")
+    with pytest.raises(RolloutError, match=message):
+        server.start()
+    assert server.process is None
+    assert versions.problem((0, 26)) == versions.problem((0, 31)) == ""
+
+
 def test_a_failing_start_shows_the_log_and_the_remedy(settings, tmp_path):
     server = VLLMServer(dataclasses.replace(settings, max_model_len=100_000), tmp_path / "vllm.log")
     with pytest.raises(RolloutError) as caught:
@@ -79,38 +93,6 @@ def test_a_slow_start_is_ended_and_names_the_key(settings, tmp_path):
     with pytest.raises(RolloutError, match=r"not ready after 1 s \(worker.rollout.start_timeout_s\)"):
         server.start(waited.append)
     assert waited and not server.alive()
-
-
-def test_no_secret_on_the_command_line_and_loopback_only(settings):
-    command = server_command(settings, 1234)
-    assert command[command.index("--host") + 1] == "127.0.0.1"
-    environment = server_environment(settings, "the-key")
-    assert environment["VLLM_API_KEY"] == "the-key" and not any("the-key" in part for part in command)
-    assert environment["VLLM_HOST_IP"] == "127.0.0.1"
-
-
-def test_cuda_server_uses_ipc_and_may_sleep(settings):
-    cuda = dataclasses.replace(settings, device="cuda", dtype="bfloat16", gpu_memory_utilization=0.3)
-    command = server_command(cuda, 1234)
-    assert '{"backend": "ipc"}' in command and "--enable-sleep-mode" in command and "--enforce-eager" not in command
-    assert command[command.index("--gpu-memory-utilization") + 1] == "0.3"
-    assert server_environment(cuda, "key")["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
-
-
-def test_what_a_cpu_server_ignores_is_named():
-    assert ignored_on_cpu(server_settings(Config(), "cpu")) == []
-    items = ["worker.rollout.enable_chunked_prefill=true", "worker.rollout.gpu_memory_utilization=0.5"]
-    assert ignored_on_cpu(server_settings(load_config(None, items), "cpu")) == [
-        "worker.rollout.enable_chunked_prefill",
-        "worker.rollout.gpu_memory_utilization",
-    ]
-
-
-def test_the_launchers_variables_do_not_reach_the_server(settings, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.setenv(name, "1")
-    names = server_environment(settings, "key").keys()
-    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & names
 
 
 def test_guard_ends_the_whole_tree_on_sigterm():
@@ -138,24 +120,60 @@ def test_killed_guard_takes_the_server_with_it():
     assert wait_until(lambda: gone(tree), 5)
 
 
-def test_no_vllm_process_outlives_a_killed_trainer(settings, tmp_path):
-    trainer_code = f"""
-        import time
-        from grpo_vlm.rollout.server import ServerSettings, VLLMServer
-        server = VLLMServer(ServerSettings(**{dataclasses.asdict(settings)!r}), {str(tmp_path / "vllm.log")!r})
-        server.start()
-        print(server.process.pid, flush=True)
-        time.sleep(300)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(trainer_code)]
-    place = Path(tempfile.mkdtemp())  # where the guard makes the folder of vLLM's sockets, whose paths must be short
-    env = {**os.environ, "TMPDIR": str(place)}
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    guard = psutil.Process(int(trainer.stdout.readline()))
-    processes = [guard, *guard.children(recursive=True)]
-    assert len(processes) >= 3  # guard, API server, engine
-    assert list(place.glob("grpo_vlm-*/*"))
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
-    assert wait_until(lambda: gone(processes), 10)
-    assert not list(place.glob("grpo_vlm-*"))
+class Answers(BaseHTTPRequestHandler):
+    """What an external server says of itself."""
+
+    models: ClassVar = {"data": [{"id": "policy", "max_model_len": 256}]}
+
+    def do_GET(self):
+        wrong = self.path != "/health" and self.headers["Authorization"] != "Bearer key"
+        self.send_response(401 if wrong else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(self.models).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def external(settings, monkeypatch):
+    """`external(key, models)`: such a server, and what a trainer knows of it."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    quick = dataclasses.replace(settings, placement="external", start_timeout_s=1.0)
+
+    def make(key="key", models=Answers.models):
+        monkeypatch.setattr(Answers, "models", models)
+        return ExternalServer(quick, f"http://127.0.0.1:{server.server_port}/", key)
+
+    yield make
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_external_server_is_found_and_left_alone(external):
+    server = external()
+    assert server.start() < 5 and server.alive() and not server.url.endswith("/")
+    server.stop()
+    assert server.healthy()
+
+
+@pytest.mark.parametrize(
+    ("key", "served", "message"),
+    [
+        ("other", {}, "GRPO_VLM_ROLLOUT_KEY holds another key"),
+        ("key", {"id": "Qwen"}, "serves Qwen, not 'policy'"),
+        ("key", {"max_model_len": 128}, "max_model_len 128; this run needs 256"),
+    ],
+)
+def test_an_external_server_that_will_not_do(external, key, served, message):
+    with pytest.raises(RolloutError, match=message):
+        external(key, {"data": [{"id": "policy", "max_model_len": 256} | served]}).start()
+
+
+def test_an_external_server_that_is_not_there(settings):
+    waited = []
+    server = ExternalServer(dataclasses.replace(settings, start_timeout_s=1.0), "http://127.0.0.1:9", "key")
+    with pytest.raises(RolloutError, match=r"worker.rollout.base_url: no server answers at http://127.0.0.1:9"):
+        server.start(waited.append)
+    assert waited

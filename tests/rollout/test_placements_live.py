@@ -1,0 +1,93 @@
+"""Real CPU servers of other kinds than the trainer's own: one that runs already, one that is given adapters alone."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import requests
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from grpo_vlm.config import load_config
+from grpo_vlm.rollout.engine import VLLMEngine
+from grpo_vlm.rollout.server import choose_port
+from tests.rollout.helpers import perturb, prompts
+from tests.rollout.test_sync_live import BOUND, difference
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.slow
+KEY = "a key of twenty letters"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_model("qwen2_5_vl", tmp_path_factory.getbasetemp())
+
+
+def settings(path):
+    items = (f"actor.model.model_path={path}", "rollout.cpu_kv_cache_gb=0.5")
+    return [*(f"worker.{item}" for item in items), "data.max_prompt_length=256", "data.max_response_length=64"]
+
+
+def engine_of(path, run_dir, *items):
+    return VLLMEngine(
+        load_config(None, [*settings(path), *items]),
+        processor=AutoProcessor.from_pretrained(path),
+        model=load(path),
+        accelerator=Accelerator(cpu=True),
+        run_dir=run_dir,
+    )
+
+
+def load(path):
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+
+
+def test_a_server_that_runs_already_is_used_and_left_running(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", KEY)
+    port, log = choose_port(None), tmp_path / "server.log"
+    command = [sys.executable, "-m", "grpo_vlm.rollout.serve", "--log", str(log), *settings(path)]
+    server = subprocess.Popen(
+        [*command, f"worker.rollout.port={port}"], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
+    )
+    items = ["worker.rollout.placement=external", f"worker.rollout.base_url=http://127.0.0.1:{port}"]
+    engine = engine_of(path, tmp_path / "run", *items)
+    try:
+        engine.start()  # waits for it
+        rows, model = prompts(engine.processor), load(path)
+        for version in (1, 2):
+            perturb(model, version)
+            engine.sync(model, version)
+            assert difference(engine, model, rows) <= BOUND
+        engine.close()
+        assert server.poll() is None and not (tmp_path / "run" / "vllm.log").exists()
+        assert requests.get(f"http://127.0.0.1:{port}/v1/models", timeout=10).status_code == 401
+        assert KEY not in log.read_text()
+    finally:
+        server.send_signal(signal.SIGTERM)
+        said, _ = server.communicate(timeout=20)
+    assert server.returncode == 0 and f"ready at http://127.0.0.1:{port}" in said and KEY not in said
+
+
+def test_the_server_computes_with_the_adapter_of_the_last_sync(path, tmp_path):
+    model = get_peft_model(load(path), LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
+    engine = engine_of(path, tmp_path)
+    engine.settings = dataclasses.replace(engine.settings, lora_rank=4)  # the configuration has no adapters yet
+    try:
+        engine.start()
+        rows = prompts(engine.processor)
+        for version in (1, 2):
+            for name, parameter in model.named_parameters():
+                if ".lora_" in name:  # the tower has some, too
+                    nn.init.normal_(parameter, std=0.1)
+            metrics = engine.sync(model, version)
+            assert difference(engine, model, rows) <= BOUND
+            assert metrics["sync/gb"] < 1e-3 and engine.transfer.backend == "adapter"
+    finally:
+        engine.close()
