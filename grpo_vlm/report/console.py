@@ -64,6 +64,11 @@ class Console:
         """Prints one line that the user should act on."""
         self._print(Text.assemble(("warning: ", "yellow"), self._clean(text)))
 
+    def progress(self, text: str) -> None:
+        """Changes the live line of the phase in progress; without a terminal it shows nothing."""
+        if self._live is not None:
+            self._live.update(Text(f"{self._clean(text)} ...", style="dim"), refresh=True)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[Callable[[int, int], None]]:
         """Shows `name` on the live line while the block runs; yields a function that takes (done, total).

@@ -113,7 +113,10 @@ class Session:
             self.console.note(f"{self.folder.path} has all {self.rollout_steps} steps already; nothing to do.")
             return
         try:
-            self.trainer.engine.start()
+            if not self.config.trainer.val_only:
+                self.trainer.prompts.prefetch(self.resume_step or 0)  # built while the engine starts
+            with self.console.phase("engine"):
+                self.trainer.engine.start()
             state = None if self.resume_path is None else str(self.resume_path / "state")
             self.trainer.train(resume_from_checkpoint=state)
         except (ConfigError, DataError, RewardError):  # an engine's failure leaves its log, to be read
@@ -240,6 +243,7 @@ class Session:
             reference=None if config.algorithm.disable_kl else load_reference(config),
         )
         self.stack.callback(trainer.engine.close)
+        self.stack.callback(trainer.pool.close)
         return trainer
 
     def _show_start(self) -> None:

@@ -1,22 +1,22 @@
-"""GRPOVLMTrainer: TRL's GRPOTrainer with rollouts from an engine, groups that stay on one rank, and our losses.
+"""GRPOVLMTrainer: TRL's GRPOTrainer with rollouts from an engine, groups that stay whole, and our losses.
 
 One inherited trainer step is one optimizer update; a rollout step is `updates_per_step` of them. What is inherited:
-model wrapping (DDP, DeepSpeed, FSDP), the optimizer, gradient
-clipping, the update loop, callbacks. What is ours: everything between the data and the loss, and what happens
-between two rollout steps. The flow of one rollout step:
+model wrapping (DDP, DeepSpeed, FSDP), the optimizer, gradient clipping, the update loop, callbacks. What is ours:
+everything between the data and the loss (update.py), and what happens between two rollout steps. The flow of one
+rollout step:
 
-    rows -> sync weights -> generate -> reward -> old / reference log-probs -> advantages -> updates -> record ->
-    validate -> save
-
-Shape legend: B samples of this rank, T completion tokens.
+    rows -> sync weights -> generate -> reward -> advantages -> rows of packed groups -> old / reference log-probs ->
+    updates -> record -> validate -> save
 """
 
 import dataclasses
+import functools
 import math
 import operator
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,33 +28,45 @@ from transformers import PreTrainedModel, PrinterCallback, ProcessorMixin
 from trl import GRPOTrainer
 from trl.models import prepare_deepspeed, prepare_fsdp
 
-from grpo_vlm.algorithms import advantages, kl, losses
 from grpo_vlm.config import Config, updates_per_step
 from grpo_vlm.data.dataset import PromptDataset
 from grpo_vlm.data.rows import Prompt
-from grpo_vlm.model.logprobs import PaddedBatch, score_completions
+from grpo_vlm.data.workers import PromptPool, worker_count
+from grpo_vlm.model.packed import compile_layers, form
 from grpo_vlm.report.console import Console
-from grpo_vlm.report.record import Sample, StepRecord
+from grpo_vlm.report.record import StepRecord
 from grpo_vlm.report.run_folder import RunFolder
 from grpo_vlm.report.trackers import ConsoleTracker, Tracker
 from grpo_vlm.rewards.loader import Reward
 from grpo_vlm.rollout.engine import make_engine
+from grpo_vlm.rollout.probe import SyncProbe
 from grpo_vlm.rollout.types import banned_token_ids
 from grpo_vlm.training import checkpoint
 from grpo_vlm.training.arguments import learning_rate_factor, training_arguments
-from grpo_vlm.training.batch import Group, Padding, RolloutBatch, blank_image, micro_batches
+from grpo_vlm.training.batch import Padding, RolloutBatch, blank_image, split
 from grpo_vlm.training.collect import Collector, sampling
 from grpo_vlm.training.evaluate import to_samples, validate
+from grpo_vlm.training.exchange import balance
 from grpo_vlm.training.observe import (
+    GIB,
     Meter,
+    Placed,
     Scored,
     Stopwatch,
+    free_bytes,
+    in_order,
     load_metrics,
+    optimizer_bytes,
+    placed,
     rollout_metrics,
     speed_metrics,
     validation_metrics,
 )
 from grpo_vlm.training.plan import RolloutPlan
+from grpo_vlm.training.scoring import Scorer, make_scorer
+from grpo_vlm.training.update import Learner, Update
+
+UNSHARDED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 class GRPOVLMTrainer(GRPOTrainer):
@@ -98,30 +110,57 @@ class GRPOVLMTrainer(GRPOTrainer):
             reward_funcs=[reward],
         )
         self.remove_callback(PrinterCallback)
+        self.pool = PromptPool(worker_count(config.data.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         self.prompts = RolloutPlan(
-            train_set, config, rollout_steps, rank=self.args.process_index, world_size=self.args.world_size
+            train_set,
+            config,
+            rollout_steps,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            pool=self.pool,
         )
         self.val_set = val_set
-        self.padding = Padding(
+        padding = Padding(
             pad_id=processor.tokenizer.pad_token_id,
             image_id=model.config.image_token_id,
             device=self.args.device,
             blank_image=blank_image(model.config) if self.args.world_size > 1 else None,
         )
-        self.banned_ids = banned_token_ids(processor, model.config)
+        self.unsharded = self.accelerator.distributed_type in UNSHARDED
+        banned_ids = banned_token_ids(processor, model.config)
+        scorer = make_scorer(config, model, banned_ids=banned_ids, padding=padding, sharded=not self.unsharded)
+        self._tune(scorer)
         self.engine = make_engine(
-            config, processor=processor, model=self.model, accelerator=self.accelerator, run_dir=folder.path
+            config,
+            processor=processor,
+            model=self.model,
+            accelerator=self.accelerator,
+            run_dir=folder.path,
+            warn=console.warn,
+            on_wait=lambda seconds: console.progress(f"the vLLM server starts, {seconds:.0f} s"),
         )
+        self.probe = SyncProbe(config, self.engine, self.accelerator)
         self.collector = Collector(config, self.engine, reward, processor.tokenizer, self.accelerator)
         if reference is not None:
             self.ref_model = self._prepare_reference(reference)
         self.resumed = False
         self.clock, self.meter = Stopwatch(), Meter()
-        self._minibatches: list[RolloutBatch] = []
+        self.learner = Learner(config, scorer, self.accelerator, self.meter)
+        self._updates: list[Update] = []
         self._collected: list[Scored] = []  # the samples of the rollout step in progress, of all ranks
-        self._sync_metrics: dict[str, float] = {}
+        self._step_metrics: dict[str, float] = {}
         self._synced_step: int | None = None
         self._step_began = time.perf_counter()
+        self._memory_warned = False
+
+    def _tune(self, scorer: Scorer) -> None:
+        """Says where the packed form is not used, and compiles the layers where that is possible."""
+        kind, reason = form(self.model.config)
+        actor = self.config.worker.actor
+        if kind == "plain" and actor.padding_free:
+            self.console.note(f"worker.actor.padding_free: {reason}")
+        if actor.use_torch_compile and scorer.compiles and self.unsharded and self.args.device.type == "cuda":
+            compile_layers(self.model)
 
     # ---- what the inherited loop calls
 
@@ -196,7 +235,7 @@ class GRPOVLMTrainer(GRPOTrainer):
         if update == 0:
             self._collect(inputs)
         with self._phase("update_actor"):
-            return self._accumulate(model, self._minibatches[update % len(self._minibatches)])
+            return self.learner.accumulate(model, self._updates[update % len(self._updates)])
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Tensor, grad_norm: Any, *args: Any, learning_rate: float | None = None
@@ -234,116 +273,71 @@ class GRPOVLMTrainer(GRPOTrainer):
         """Gives the engine the current weights, unless it has them."""
         if self._synced_step != self.rollout_step:
             with self._phase("sync"):
-                self._sync_metrics |= self.engine.sync(self.model, self.rollout_step)
+                self._step_metrics |= self.engine.sync(self.model, self.rollout_step)
             self._synced_step = self.rollout_step
 
     def _collect(self, prompts: list[Prompt]) -> None:
-        """Fills `_minibatches` with new rollouts and `_collected` with their samples."""
+        """Fills `_updates` with new rollouts and `_collected` with their samples."""
         step, config = self.rollout_step + 1, self.config
         self._sync()
+        if self.probe.due(step):
+            with self._phase("sync_check"):
+                prompt = max(prompts, key=lambda prompt: len(prompt.images) > 0)  # pictures check the tower too
+                score = functools.partial(self.learner.score_one, self.model_wrapped)
+                self._step_metrics |= self.probe.check(prompt, score, step)
         with self._phase("gen") as show:
             completions = self.collector.generate(
                 prompts, sampling(config), step=step, purpose="train", on_progress=lambda n: show(n, len(prompts))
             )
         self.engine.release()
         with self._phase("reward"):
-            groups = self.collector.score(prompts, completions)
-        rollouts = self._with_log_probs(self._to_device(RolloutBatch.of(groups)))
+            groups = self.collector.score(prompts, completions, self.prompts.places)
         with self._phase("adv"):
-            rollouts = self._with_advantages(rollouts)
-        parts = config.data.rollout_batch_size // config.worker.actor.global_batch_size
-        self._minibatches = rollouts.minibatches(parts)
-        per_sample = (rollouts.advantages.sum(-1) / rollouts.mask.sum(-1)).tolist()
-        samples = to_samples(self.collector, groups, step=step, split="train", advantages=per_sample)
-        self._collected = self._gather(samples, groups, rollouts.rewards.tolist())
+            parts = config.data.rollout_batch_size // config.worker.actor.global_batch_size
+            of_updates = split(groups, parts)
+            if self.args.world_size > 1:
+                seconds = [[self.learner.seconds(group) for group in part] for part in of_updates]
+                of_updates = balance(of_updates, seconds, self.accelerator)
+            self.learner.scorer.forget()
+            updates = [self.learner.prepare(part) for part in of_updates]
+        self._warn_of_memory(updates)
+        self._updates = self._with_log_probs(updates)
+        self._collected = self._gather([row for update in self._updates for row in self._samples(update.batch, step)])
 
-    def _with_log_probs(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """Adds the old log-probs where the policy will have moved before they are used, and the reference's where KL
-        is on."""
-        algorithm = self.config.algorithm
-        kl_in_reward = not algorithm.disable_kl and not algorithm.use_kl_loss
-        old = reference = None
-        if self.updates_per_step > 1 or kl_in_reward:
+    def _warn_of_memory(self, updates: list[Update]) -> None:
+        """Says, before the first row runs, that the largest will hardly fit."""
+        sizes = [update.work.largest_bytes for update in updates if update.work.largest_bytes is not None]
+        if self.args.device.type == "cpu" or not sizes or self._memory_warned:
+            return
+        free = free_bytes(self.args.device) - (0 if self.state.global_step else optimizer_bytes(self.model))
+        if max(sizes) > free:
+            self._memory_warned = True
+            self.console.warn(
+                f"the largest row needs about {max(sizes) / GIB:.1f} GiB and {max(free, 0) / GIB:.1f} GiB are free;"
+                " if memory runs out, lower worker.actor.max_token_len_per_gpu or set"
+                " worker.actor.model.enable_gradient_checkpointing=true"
+            )
+
+    def _with_log_probs(self, updates: list[Update]) -> list[Update]:
+        """Adds the old log-probs where the policy will have moved before they are used, the reference's where KL is
+        on, and the advantages where they depend on both."""
+        learner = self.learner
+        needed = {}
+        if self.updates_per_step > 1 or learner.kl_in_reward:
             with self._phase("old"):
-                old = self._score_all(self.model_wrapped, rollouts)
-            self._compare_with_sampler(old, rollouts.sampler_log_probs, rollouts.mask)
+                needed["old_log_probs"] = [learner.log_probs(self.model_wrapped, update) for update in updates]
         if self.ref_model is not None:
             with self._phase("ref"):
-                reference = self._score_all(self.ref_model, rollouts)
-        return dataclasses.replace(rollouts, old_log_probs=old, ref_log_probs=reference)
-
-    def _with_advantages(self, rollouts: RolloutBatch) -> RolloutBatch:
-        """The score at each sample's last token, less the KL penalty per token where KL is in the reward."""
-        algorithm, mask = self.config.algorithm, rollouts.mask
-        scores = torch.tensor(
-            [score["overall"] for group in rollouts.groups for score in group.scores], device=mask.device
-        )
-        rewards = torch.zeros_like(mask)
-        rewards[torch.arange(len(scores)), mask.sum(-1).long() - 1] = scores
-        if rollouts.ref_log_probs is not None and not algorithm.use_kl_loss:
-            penalty = kl.estimate(algorithm.kl_penalty, rollouts.old_log_probs, rollouts.ref_log_probs) * mask
-            self.meter.mean("actor/kl_penalty", penalty.sum(), mask.sum())
-            self.meter.add("actor/kl_coef", torch.tensor(algorithm.kl_coef))
-            rewards = rewards - algorithm.kl_coef * penalty
-        estimated = advantages.estimate(algorithm.adv_estimator, rewards, mask, rollouts.group_ids)
-        return dataclasses.replace(rollouts, rewards=rewards.sum(-1), advantages=estimated)
-
-    # ---- one update
-
-    def _accumulate(self, model: nn.Module, minibatch: RolloutBatch) -> Tensor:
-        """Backward through all micro-batches of one update; gradients are reduced over the ranks at the last."""
-        model.train()
-        size = self.config.worker.actor.micro_batch_size_per_device_for_update
-        counts = self.accelerator.reduce(
-            torch.stack([minibatch.mask.sum(), torch.ones_like(minibatch.mask[:, 0]).sum()])
-        )
-        whole = losses.Denominators(*counts.tolist())
-        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        total = torch.zeros((), device=self.args.device)
-        for rows, batch in self._micro_batches(minibatch, size):
-            last = rows.stop == len(minibatch.mask)
-            self.accelerator.gradient_state._set_sync_gradients(last)
-            with nullcontext() if last or deepspeed else self.accelerator.no_sync(model):
-                loss = self._loss(model, minibatch, rows, batch, whole)
-                # the ranks' gradients are averaged, but each loss is already a share of the global mean
-                self.accelerator.backward(
-                    loss * self.args.world_size, **({"scale_wrt_gas": False} if deepspeed else {})
-                )
-            total += loss.detach()
-        self.meter.close_update()
-        return total
-
-    def _loss(
-        self, model: nn.Module, minibatch: RolloutBatch, rows: slice, batch: PaddedBatch, whole: losses.Denominators
-    ) -> Tensor:
-        """This micro-batch's share of the update's loss."""
-        actor, algorithm = self.config.worker.actor, self.config.algorithm
-        t = batch.mask.shape[1]
-        scores = self._score(model, batch)
-        old = scores.log_probs.detach() if minibatch.old_log_probs is None else minibatch.old_log_probs[rows, :t]
-        if minibatch.old_log_probs is None:
-            self._compare_with_sampler(old, minibatch.sampler_log_probs[rows, :t], batch.mask)
-        loss, metrics = losses.policy_loss(
-            actor.loss_type,
-            old,
-            scores.log_probs,
-            minibatch.advantages[rows, :t],
-            batch.mask,
-            clip_ratio_low=actor.clip_ratio_low,
-            clip_ratio_high=actor.clip_ratio_high,
-            clip_ratio_dual=actor.clip_ratio_dual,
-            loss_avg_mode=actor.loss_avg_mode,
-            whole=whole,
-        )
-        metrics |= {"pg_loss": loss.detach(), "entropy": losses.average(scores.entropy, batch.mask, "token", whole)}
-        if minibatch.ref_log_probs is not None and algorithm.use_kl_loss:
-            per_token = kl.estimate(algorithm.kl_penalty, scores.log_probs, minibatch.ref_log_probs[rows, :t])
-            divergence = losses.average(per_token, batch.mask, actor.loss_avg_mode, whole)
-            loss = loss + algorithm.kl_coef * divergence
-            metrics["kl_loss"] = divergence.detach()
-            self.meter.add("actor/kl_coef", torch.tensor(algorithm.kl_coef))
-        self.meter.share({f"actor/{name}": value for name, value in metrics.items()})
-        return loss
+                needed["ref_log_probs"] = [learner.log_probs(self.ref_model, update) for update in updates]
+        for name, values in needed.items():
+            updates = [update.having(**{name: value}) for update, value in zip(updates, values, strict=True)]
+        if "old_log_probs" in needed:
+            for update in updates:
+                learner.compare_with_sampler(update)
+        if learner.kl_in_reward:
+            with self._phase("adv"):
+                updates = [dataclasses.replace(u, batch=learner.with_advantages(u.batch)) for u in updates]
+        return updates
 
     # ---- helpers
 
@@ -363,14 +357,12 @@ class GRPOVLMTrainer(GRPOTrainer):
             with self._phase("validation"):
                 validated = self._validate(step)
             metrics |= validation_metrics(validated, self.config)
-        metrics |= self.meter.totals(self.accelerator) | self._sync_metrics
-        self._sync_metrics = {}
+        metrics |= self.meter.totals(self.accelerator) | self._step_metrics | self.engine.metrics()
+        self._step_metrics = {}
         seconds, now = self.clock.take(), time.perf_counter()
         seconds["step"], self._step_began = now - self._step_began, now
         if collected:
-            metrics |= speed_metrics(collected, seconds, self.args.world_size) | load_metrics(
-                collected, self.args.world_size
-            )
+            metrics |= speed_metrics(collected, seconds, self.args.world_size)
         record = StepRecord(step, metrics, [row.sample for row in collected + validated], seconds)
         for tracker in self.trackers:
             tracker.log(record)
@@ -381,49 +373,28 @@ class GRPOVLMTrainer(GRPOTrainer):
         """Scored answers to the held-out rows, of all ranks."""
         groups = validate(
             self.collector,
-            self.val_set,
+            functools.partial(self.pool.prompts, self.val_set),
             sampling(self.config, validation=True),
+            count=len(self.val_set),
             batch_size=self.config.data.val_batch_size,
             rank=self.args.process_index,
             world_size=self.args.world_size,
         )
         samples = to_samples(self.collector, groups, step=step, split="val")
-        return self._gather(samples, groups, [sample.scores["overall"] for sample in samples])
+        mine = placed(samples, groups, [sample.scores["overall"] for sample in samples])
+        return in_order(gather_object([mine]) if self.args.world_size > 1 else [mine])
 
-    def _score(self, model: nn.Module, batch: PaddedBatch):
-        return score_completions(
-            model, batch, temperature=self.config.worker.rollout.temperature, banned_ids=self.banned_ids
-        )
+    def _samples(self, batch: RolloutBatch, step: int) -> list[Placed]:
+        """The samples of one update on this rank."""
+        per_sample = (batch.advantages.sum(-1) / batch.mask.sum(-1)).tolist()
+        samples = to_samples(self.collector, batch.groups, step=step, split="train", advantages=per_sample)
+        return placed(samples, batch.groups, batch.rewards.tolist())
 
-    @torch.no_grad()
-    def _score_all(self, model: nn.Module, rollouts: RolloutBatch) -> Tensor:
-        """Log-probs [B, T] of all completions, without gradient."""
-        log_probs = torch.zeros_like(rollouts.mask)
-        size = self.config.worker.actor.micro_batch_size_per_device_for_experience
-        for rows, batch in self._micro_batches(rollouts, size):
-            log_probs[rows, : batch.mask.shape[1]] = self._score(model, batch).log_probs
-        return log_probs
-
-    def _micro_batches(self, rollouts: RolloutBatch, size: int) -> Iterator[tuple[slice, PaddedBatch]]:
-        return micro_batches(rollouts, size, self.padding)
-
-    def _compare_with_sampler(self, ours: Tensor, theirs: Tensor, mask: Tensor) -> None:
-        """Counts |log p of the trainer - log p of the sampler| over the completion tokens."""
-        difference = (ours - theirs).abs() * mask
-        self.meter.mean("rollout/logprob_diff/mean", difference.sum(), mask.sum())
-        self.meter.maximum("rollout/logprob_diff/max", difference.max())
-
-    def _to_device(self, rollouts: RolloutBatch) -> RolloutBatch:
-        move = {
-            name: value.to(self.args.device) for name, value in vars(rollouts).items() if isinstance(value, Tensor)
-        }
-        return dataclasses.replace(rollouts, **move)
-
-    def _gather(self, samples: list[Sample], groups: list[Group], rewards: list[float]) -> list[Scored]:
-        """The samples of all ranks, in the order of the ranks."""
-        lengths = [len(group.prompt.token_ids) for group in groups for _ in group.completions]
-        scored = [Scored(*row) for row in zip(samples, lengths, rewards, strict=True)]
-        return gather_object(scored) if self.args.world_size > 1 else scored
+    def _gather(self, mine: list[Placed]) -> list[Scored]:
+        """The samples of all ranks, in the order of their prompts. Notes how even the load is."""
+        ranks = gather_object([mine]) if self.args.world_size > 1 else [mine]
+        self._step_metrics |= load_metrics(ranks)
+        return in_order(ranks)
 
     def _prepare_reference(self, reference: PreTrainedModel) -> nn.Module:
         if self.is_deepspeed_enabled:

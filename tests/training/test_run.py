@@ -34,6 +34,7 @@ def test_in_a_notebook(tmp_path, tmp_path_factory):
 
 def test_validation_saving_and_rates_count_rollout_steps(tmp_path, tmp_path_factory):
     changes = {
+        "data.num_workers": 1,
         "worker.actor.global_batch_size": 2,
         "worker.actor.ppo_epochs": 2,
         "worker.actor.optim.lr_warmup_steps": 2,
@@ -93,8 +94,8 @@ def test_a_frozen_vision_tower_does_not_move(tmp_path, tmp_path_factory):
 def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing(tmp_path, tmp_path_factory):
     changes = {"worker.actor.optim.lr": 1e-2, "worker.actor.optim.weight_decay": 0.5}
     with session(settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **changes)) as parts:
-        loss = parts.trainer._loss
-        parts.trainer._loss = lambda *args: loss(*args) * float("nan")
+        loss = parts.trainer.learner.loss
+        parts.trainer.learner.loss = lambda *args: loss(*args) * float("nan")
         before = parameters(parts.trainer)
         parts.train()
         assert all(torch.equal(before[name], value) for name, value in parameters(parts.trainer).items())
@@ -153,16 +154,16 @@ def test_validation_takes_as_many_rounds_on_every_rank():
             self.rounds += 1
             return [[] for _ in prompts]
 
-        def score(self, prompts, completions):
+        def score(self, prompts, completions, places):
             return list(prompts)
 
     seen, rounds = [], []
     for rank in range(2):
         collector = Counted()
-        seen += validate(collector, list(range(5)), None, batch_size=2, rank=rank, world_size=2)
+        seen += validate(collector, list, None, count=5, batch_size=2, rank=rank, world_size=2)
         rounds.append(collector.rounds)
     assert sorted(seen) == [0, 1, 2, 3, 4] and rounds == [3, 3]
-    assert validate(Counted(), [7], None, batch_size=-1, rank=1, world_size=2) == []
+    assert validate(Counted(), list, None, count=1, batch_size=-1, rank=1, world_size=2) == []
 
 
 WORKER = """
@@ -172,7 +173,8 @@ from tests.training.rigs import session, settings
 
 root, folder = Path(sys.argv[1]), Path(sys.argv[2])
 changes = {"worker.actor.ppo_epochs": 3, "worker.actor.micro_batch_size_per_device_for_update": 2,
-           "trainer.val_before_train": False, "worker.rollout.name": sys.argv[3]}
+           "trainer.val_before_train": False, "worker.rollout.name": sys.argv[3],
+           "trainer.max_steps": int(sys.argv[4]), "trainer.save_freq": 1}
 with session(settings_for(root, folder, changes)) as parts:
     parts.train()
     kind = type(parts.trainer.model_wrapped).__name__
@@ -184,15 +186,16 @@ with session(settings_for(root, folder, changes)) as parts:
 
 @pytest.mark.parametrize("scheme", ["ddp", "zero3"])
 def test_two_processes_go_where_one_goes(tmp_path, tmp_path_factory, scheme):
-    """Three updates on the rollouts of the start, over gloo; a sharded model cannot generate, so vLLM does."""
-    engine = "vllm" if scheme == "zero3" else "transformers"
+    """Three updates on the rollouts of the start, over gloo. A sharded model cannot generate, so vLLM does, with the
+    weights of each of three steps."""
+    engine, steps = ("vllm", "3") if scheme == "zero3" else ("transformers", "1")
     root = tmp_path_factory.getbasetemp()
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     repository = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [sys.executable, str(script), str(root), str(tmp_path / "one"), engine], check=True, env=env, timeout=200
+        [sys.executable, str(script), str(root), str(tmp_path / "one"), engine, "1"], check=True, env=env, timeout=200
     )
     launch = {
         "ddp": ["torch.distributed.run", "--nproc_per_node", "2"],
@@ -201,7 +204,7 @@ def test_two_processes_go_where_one_goes(tmp_path, tmp_path_factory, scheme):
             *("--config_file", str(repository / "accelerate_configs" / "zero3.yaml")),
         ],
     }[scheme]
-    two = [sys.executable, "-m", *launch, str(script), str(root), str(tmp_path / "two"), engine]
+    two = [sys.executable, "-m", *launch, str(script), str(root), str(tmp_path / "two"), engine, steps]
     subprocess.run(two, check=True, env=env, timeout=250)
     shown = (tmp_path / "two" / "shown.txt").read_text()
     assert (
@@ -211,6 +214,7 @@ def test_two_processes_go_where_one_goes(tmp_path, tmp_path_factory, scheme):
     one = load_file(tmp_path / "one" / "global_step_1" / "model" / "model.safetensors")
     both = load_file(tmp_path / "two" / "global_step_1" / "model" / "model.safetensors")
     assert largest_difference(one, both) <= 1e-5
-    one_record, two_record = records(tmp_path / "one")[0], records(tmp_path / "two")[0]
+    one_record, (two_record, *later) = records(tmp_path / "one")[0], records(tmp_path / "two")
+    assert [record["rollout/logprob_diff/mean"] <= 2e-5 for record in (two_record, *later)] == [True] * int(steps)
     for name in ("reward/overall", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
         assert two_record[name] == pytest.approx(one_record[name], rel=1e-4, abs=1e-6), name
