@@ -2,6 +2,7 @@
 Trainer, so one callback serves both. Nothing inside a step waits for the device.
 """
 
+import argparse
 import math
 import re
 import time
@@ -37,6 +38,18 @@ KERNELS = {  # class of a GPU kernel -> what its name contains; the first match 
     "optimizer": r"multi_tensor|fused_adam|foreach",
     "pointwise and reduction": r"elementwise|reduce|softmax|norm",
 }
+
+
+def part_parser(what: str, *, warmup: int, steps: int) -> argparse.ArgumentParser:
+    """The arguments that update.py passes to either trainer's process."""
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--workload", required=True, help="fields of a Workload as JSON")
+    parser.add_argument("--folder", type=Path, required=True, help="the model")
+    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--warmup", type=int, default=warmup)
+    parser.add_argument("--steps", type=int, default=steps)
+    return parser
 
 
 class Result:

@@ -22,6 +22,7 @@ from benchmarks.measure import (
     Result,
     StepClock,
     gpu_name,
+    part_parser,
     profiled,
     watching_synchronisations,
 )
@@ -146,13 +147,7 @@ def describe(trainer: GRPOVLMTrainer, row: dict[str, Any]) -> None:
 
 def arguments() -> argparse.Namespace:
     """What update.py passes on."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", required=True, help="fields of a Workload as JSON")
-    parser.add_argument("--folder", type=Path, required=True, help="the model")
-    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10)
+    parser = part_parser(__doc__.splitlines()[0], warmup=3, steps=10)
     parser.add_argument("--row-tokens", type=int, help="worker.actor.max_token_len_per_gpu")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--profile", action="store_true")

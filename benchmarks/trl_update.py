@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import Result, StepClock
+from benchmarks.measure import Result, StepClock, part_parser
 from benchmarks.workload import Question, Workload, answers, questions, score
 
 
@@ -105,13 +105,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     """What update.py passes on."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", required=True, help="fields of a Workload as JSON")
-    parser.add_argument("--folder", type=Path, required=True, help="the model")
-    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=3)
+    parser = part_parser(__doc__.splitlines()[0], warmup=1, steps=3)
     parser.add_argument("--micro-batch", type=int, default=8, help="samples of a forward and backward pass")
     return parser.parse_args()
 

@@ -21,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo_vlm.model.packing import move
+
 ATTENTION = "grpo_vlm_packed"
 BLOCK = 128  # tokens along each side of a FlexAttention block
 # FlexAttention's backward gives each key-value head and key block one program that walks all queries which see it.
@@ -101,7 +103,7 @@ def block_mask(document: Tensor, segment: Tensor, device: torch.device | str) ->
     per_token = (
         values.int().repeat_interleave(lengths) for values in (runs.start, runs.prompt_start, runs.prompt_end)
     )
-    moved = [_move(values, device) for values in (*blocks, *per_token)]
+    moved = [move(values, device) for values in (*blocks, *per_token)]
     kv_count, kv, full_kv_count, full_kv, q_count, q, full_q_count, full_q, own, first, last = moved
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -143,11 +145,6 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """bool [rows, columns] to BlockMask's int32 counts [1, 1, rows] and column numbers [1, 1, rows, columns]."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int()[None, None], order.int()[None, None].contiguous()
-
-
-def _move(values: Tensor, device: torch.device | str) -> Tensor:
-    pinned = values.pin_memory() if torch.device(device).type == "cuda" else values
-    return pinned.to(device, non_blocking=True)
 
 
 def packed_attention(

@@ -131,9 +131,9 @@ class MediaBatch:
         pixels = self.pixels if dtype is None else self.pixels.to(dtype)
         return replace(
             self,
-            pixels=_move(pixels, device),
-            positions=_move(self.positions, device),
-            features=_move(self.features, device),
+            pixels=move(pixels, device),
+            positions=move(self.positions, device),
+            features=move(self.features, device),
         )
 
 
@@ -172,7 +172,7 @@ class PackedRow:
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "PackedRow":
         """The row on `device`, its pixels in `dtype`; grids stay on the CPU. Does not wait for the copies."""
         moved = {
-            f.name: _move(value, device) for f in fields(self) if isinstance(value := self.__dict__[f.name], Tensor)
+            f.name: move(value, device) for f in fields(self) if isinstance(value := self.__dict__[f.name], Tensor)
         }
         return replace(self, **moved, media=tuple(batch.to(device, dtype) for batch in self.media))
 
@@ -182,7 +182,8 @@ class PackedRow:
         return values.new_zeros(shape).index_put((self.owners, self.columns), values)
 
 
-def _move(values: Tensor, device: torch.device | str) -> Tensor:
+def move(values: Tensor, device: torch.device | str) -> Tensor:
+    """`values` on `device`, through pinned memory to CUDA, without waiting for the copy."""
     pin = torch.device(device).type == "cuda" and values.device.type == "cpu"
     return (values.pin_memory() if pin else values).to(device, non_blocking=True)
 

@@ -25,7 +25,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from grpo_vlm.model.packing import MediaBatch
+from grpo_vlm.model.packing import MediaBatch, move
 
 VISION_ATTENTION = "grpo_vlm_flash_varlen"
 MLP_MULTIPLE = 64  # an MLP width that is no multiple of 8 makes cuBLAS take kernels of an older architecture
@@ -58,6 +58,12 @@ class Segments:
             return cls(bounds, int(distinct[-1]), sizes, None, None)
         order = lengths.repeat_interleave(lengths).argsort(stable=True)
         return cls(bounds, int(distinct[-1]), sizes, order, order.argsort())
+
+    def moved(self, bounds: Tensor, device: torch.device | str) -> "Segments":
+        """The same segments on `device`, where `bounds` are already."""
+        if self.order is None:
+            return replace(self, bounds=bounds)
+        return replace(self, bounds=bounds, order=move(self.order, device), back=move(self.back, device))
 
 
 def vision_attention(
@@ -125,12 +131,11 @@ class VisionPlan:
             tensors["interp_indices"], tensors["interp_weights"] = get_vision_interpolation_indices_and_weights(
                 grid, side, align_corners=True, spatial_merge_size=merge
             )
-        arguments = lengths | {name: _move(values, device) for name, values in tensors.items()}
+        arguments = lengths | {name: move(values, device) for name, values in tensors.items()}
         if torch.device(device).type != "cuda":
             names = ("cu_seqlens", "cu_window_seqlens")[: len(segments)]
             arguments["segments"] = tuple(
-                replace(part, bounds=arguments[name], order=_move(part.order, device), back=_move(part.back, device))
-                for name, part in zip(names, segments, strict=True)
+                part.moved(arguments[name], device) for name, part in zip(names, segments, strict=True)
             )
         return cls(grid, arguments)
 
@@ -208,13 +213,6 @@ def _run(tower: nn.Module, pixels: Tensor, grid: Tensor, plan: VisionPlan | None
 
 def _grids(media: Sequence[MediaBatch]) -> Tensor:
     return torch.cat([batch.grid for batch in media])
-
-
-def _move(values: Tensor | None, device: torch.device | str) -> Tensor | None:
-    if values is None:
-        return None
-    pinned = values.pin_memory() if torch.device(device).type == "cuda" else values
-    return pinned.to(device, non_blocking=True)
 
 
 # ---------------------------------------------------------------- MLP width

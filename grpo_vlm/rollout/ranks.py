@@ -11,20 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from grpo_vlm.errors import GRPOVLMError, RolloutError
 
 POLL_S = 0.1
-
-
-def raise_everywhere(error: str | None, accelerator: Any, kind: type[GRPOVLMError]) -> None:
-    """Raises `kind` on every rank when the main process gives an error; a collective."""
-    message = [error]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(message)
-    if message[0] is not None:
-        raise kind(message[0])
 
 
 def raise_first(error: str | None, accelerator: Any, kind: type[GRPOVLMError]) -> None:
