@@ -295,6 +295,9 @@ def server_environment(settings: ServerSettings, api_key: str) -> dict[str, str]
         return environment | _cpu_environment()
     if settings.gpus:
         environment[VISIBLE[settings.device]] = ",".join(settings.gpus)
+    # The engine is forked from the API process, which has not touched the device: importing vLLM anew takes as long as
+    # all else that a start with a full compile cache does.
+    environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     # FlashInfer's sampler cannot give the log-probs that every request asks for.
     return environment | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 

@@ -95,6 +95,7 @@ def test_old_features_of_pictures_are_dropped(engine, path):
 def test_a_server_that_slept_is_given_all_weights_again(engine, path):
     rows, model = prompts(engine.processor), moved(load(path), 5)
     model.base_model.visual.requires_grad_(False)
+    engine.release()  # what other tests have sent does not count
     whole, right = engine.sync(model, 0)["sync/gb"], difference(engine, model, rows)
     awake = torch.cuda.mem_get_info()[0]
     engine.release()
