@@ -6,41 +6,27 @@ worker.reward.reward_function=./rewards/geo3k.py:compute_score
 
 import re
 
-from math_verify import parse, verify
+from grpo_vlm.rewards.grade import grade, last_box, with_prefill
 
 REWARD_TYPE = "batch"
 SPACED = re.compile(r"\s*(<|>|/)\s*")  # some models write "< think >"
 FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
-def boxed_answer(text):
-    """The content of the last \\boxed{...} whose braces balance, or None."""
-    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for position in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[start:position].strip()
-    return None
-
-
 def format_score(response):
     return 1.0 if FORMAT.fullmatch(SPACED.sub(r"\1", response).strip()) else 0.0
 
 
-def accuracy_score(response, ground_truth):
-    answer = boxed_answer(response)
-    if not answer:
-        return 0.0
-    if answer.replace(" ", "") == ground_truth.replace(" ", ""):
-        return 1.0
-    return 1.0 if verify(parse(f"${ground_truth}$"), parse(f"${answer}$")) else 0.0
+def accuracy_score(response, ground_truth, tolerance=0.0):
+    answer = last_box(response)  # nothing but the last box counts
+    return float(grade(f"\\boxed{{{answer}}}", ground_truth, tolerance=tolerance).correct) if answer else 0.0
 
 
-def compute_score(reward_inputs, format_weight=0.1):
+def compute_score(reward_inputs, format_weight=0.1, tolerance=0.0):
     scores = []
     for item in reward_inputs:
-        form, accuracy = format_score(item["response"]), accuracy_score(item["response"], item["ground_truth"])
+        response = with_prefill(item["response"], item["prompt_text"])
+        form, accuracy = format_score(response), accuracy_score(response, item["ground_truth"], tolerance)
         overall = (1 - format_weight) * accuracy + format_weight * form
         scores.append({"overall": overall, "format": form, "accuracy": accuracy})
     return scores

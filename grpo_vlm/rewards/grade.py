@@ -1,0 +1,224 @@
+"""Grades a final answer against the right one. Safe from any thread; its time and memory are bounded for any input.
+
+    >>> grade("<think>...</think> so \\boxed{2\\sqrt{3}}", "\\sqrt{12}").correct
+    True
+
+The policies, each with a test in tests/rewards/test_grade_policies.py:
+
+- Which answer: see grade_extraction; the last one counts. An answer inside the thinking, an empty one, a box that does
+  not close and an answer that hedges ("A or B", "3 or 4") are wrong. The gold is read the same way.
+- Numbers are compared exactly: 1/2, 0.5, 2/4 and 50% are equal, 0.33 is not 1/3. A decimal with 10 or more significant
+  digits stands for the exact number next to it. A decimal gold with 3 or more significant digits was rounded: an exact
+  answer (a fraction, a root, π) that rounds to it is right, 100/3 for 33.3; another decimal never is.
+- tolerance: absolute, for every number in the answer: |answer - gold| <= tolerance.
+- Percent: 50% is 50 and 0.5; without a sign nothing is scaled, 28 is not 0.28.
+- Degrees and units: what one side leaves out is not compared (31° is 31, 5 cm is 5); what both write is: 5 cm is 50
+  mm, not 5 m, and 5 apples are not 5 pears.
+- 4 4/9 and 4\\frac{4}{9} are mixed numbers when the fraction is proper.
+- 7,425,000, 7 425 000 and 7{,}425{,}000 are one number; within brackets a comma separates: (1,000) is the pair 1, 0. A
+  decimal comma is read only where the gold has a decimal point: 1000,99 for 1000.99.
+- Unbracketed lists and sets are unordered, tuples ordered; brackets of tuples and intervals must agree; an interval
+  may be written as an inequality. ±3 is the list 3, -3. A list is wrong where one value is wanted.
+- x = 5 is 5; a different name on the other side is wrong. Equations agree when one is a multiple of the other; what
+  else stands beside a relation (for all x > 0, ...) makes it another one. A chain such as 26/2 = 13 counts as its
+  value if its sides agree.
+- Ratios agree in proportion and with the fraction; times of day such as 12:00 part by part.
+- Formulas with variables agree when they are equal wherever both have real values. e and i are constants, \\log is to
+  base 10.
+- Words agree without regard to case, articles, quotation marks, and spaces or hyphens between letters; numbers up to
+  99 may be spelled. A gold of several sentences or more than 20 words cannot be graded: nothing is right.
+- Option letters: with `choices` gold and prediction may each be the letter or the text of an option; "B. 12 cm" must
+  not contradict the option's text. Without, a letter is read where the gold is one capital letter.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from grpo_vlm.errors import RewardError
+from grpo_vlm.rewards import grade_symbolic
+from grpo_vlm.rewards.grade_answers import read, text_key
+from grpo_vlm.rewards.grade_comparison import agree
+from grpo_vlm.rewards.grade_extraction import MAX_ANSWER, find_answer, last_box, last_tag, with_prefill
+from grpo_vlm.rewards.grade_letters import WITH_TEXT, gold_option, read_option
+from grpo_vlm.rewards.grade_numbers import TooLarge, Undefined, is_complex
+from grpo_vlm.rewards.grade_spelling import clean
+from grpo_vlm.rewards.grade_syntax import symbols
+from grpo_vlm.rewards.grade_values import evaluate
+
+__all__ = ["Verdict", "grade", "last_box", "last_tag", "value_of", "with_prefill"]
+
+MAX_GOLD = 400  # characters
+MAX_WORDS = 20  # of a gold in words
+MAX_CHOICES = 26
+CACHED = 4096
+SENTENCES = re.compile(r"(?:\d|[a-z]{4}|\))[.!?]\s+[A-Z][a-z]")
+GAP = re.compile(r"(?<![\w.])\s+|\s+(?![\w.])")  # a space that separates nothing: not that of "4 4/9"
+YES_NO = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+YES_NO_ANSWER = re.compile(r"(yes|no|true|false)\b[,.:;!]?(?!\s*(?:or|and|/)\b)(.*)", re.I | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """correct: right or wrong. extracted: what was graded; None when no answer was found. reason: why, for people."""
+
+    correct: bool
+    extracted: str | None
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.correct
+
+
+def grade(prediction: str, gold: str, *, choices: Sequence[str] | None = None, tolerance: float = 0.0) -> Verdict:
+    """Whether the final answer in `prediction`, a whole completion or an answer alone, is `gold`.
+
+    choices: the texts of the options A, B, C, ... tolerance: absolute, 0 for exact.
+    Raises RewardError for arguments that are not of these types; for no text whatsoever.
+    """
+    _check(prediction, gold, choices, tolerance)
+    wanted = _gold(gold)
+    if isinstance(wanted, Verdict):
+        return wanted
+    found = find_answer(prediction)
+    if not found.candidates:
+        return Verdict(False, None, found.reason)
+    limit = Fraction(str(float(tolerance)))
+    grade_symbolic.start_budget()
+    options = None if choices is None else tuple(clean(choice[:MAX_ANSWER]) for choice in choices)
+    for candidate in found.candidates:
+        reason = _judge(clean(candidate[:MAX_ANSWER]), wanted, options, limit)
+        if reason is not None:
+            return Verdict(reason.right, candidate, reason.text)
+    return Verdict(False, found.candidates[0], f"not equal to the gold {wanted!r}")
+
+
+def value_of(text: str) -> float | None:
+    """The number in a final answer or a whole completion, its unit left out; None when it has none."""
+    for candidate in find_answer(text).candidates:
+        answer = read(clean(candidate[:MAX_ANSWER]))
+        if answer.kind == "value" and not symbols(answer.node):
+            try:
+                value = evaluate(answer.node)
+                return None if is_complex(value) else float(value)
+            except (TooLarge, Undefined, OverflowError):
+                return None
+    return None
+
+
+@dataclass(frozen=True)
+class _Decision:
+    right: bool
+    text: str
+
+
+def _check(prediction: str, gold: str, choices: Sequence[str] | None, tolerance: float) -> None:
+    problems = [
+        f"{name} must be a string, it is {type(value).__name__} {str(value)[:60]!r}"
+        for name, value in (("prediction", prediction), ("gold", gold))
+        if not isinstance(value, str)
+    ]
+    if choices is not None:
+        if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
+            problems.append(f"choices must be a list of strings, one an option, it is {str(choices)[:60]!r}")
+        elif not 0 < len(choices) <= MAX_CHOICES:
+            problems.append(f"choices must be 1 to {MAX_CHOICES} options, there are {len(choices)}")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < math.inf:
+        problems.append(f"tolerance must be a finite number of at least 0, it is {tolerance!r}")
+    if problems:
+        raise RewardError(f"grade: {'; '.join(problems)}")
+
+
+@lru_cache(maxsize=CACHED)
+def _gold(gold: str) -> str | Verdict:
+    """The clean answer in a gold, or the verdict that nothing can be graded against it."""
+    found = find_answer(gold)
+    text = found.candidates[0] if found.place in ("tag", "box", "marker") and found.candidates else gold
+    if not found.candidates or len(text) > MAX_GOLD:
+        return Verdict(
+            False, None, "the gold is empty" if not gold.strip() else f"the gold has no answer: {gold[:60]!r}"
+        )
+    wanted = clean(text)
+    if not wanted:
+        return Verdict(False, None, "the gold is empty")
+    words = read(wanted).kind in ("text", "list") and len(wanted.split()) > MAX_WORDS
+    if words or SENTENCES.search(text):
+        return Verdict(False, None, f"the gold has no short answer: {gold[:60]!r}")
+    return wanted
+
+
+def _judge(answer: str, gold: str, options: tuple[str, ...] | None, tolerance: Fraction) -> _Decision | None:
+    """The decision on one reading of the answer; None when this reading does not match."""
+    if not answer:
+        return _Decision(False, "the answer is empty")
+    if options is not None:
+        index = _option_index(gold, options)
+        if index is not None:
+            return _judge_choice(answer, index, options, tolerance)
+    wanted = gold_option(gold) if options is None else None
+    if wanted is not None:
+        option = read_option(answer)
+        if option is not None and option.letter is None:
+            return _Decision(False, "several options are named")
+        if option is not None:
+            right = option.letter == wanted.letter
+            return _Decision(right, f"option {option.letter}" + ("" if right else f", not {wanted.letter}"))
+        if wanted.text and equal_answers(wanted.text, answer, tolerance):
+            return _Decision(True, "the option's text")
+    if equal_answers(gold, answer, tolerance):
+        return _Decision(True, "equal to the gold")
+    lettered = WITH_TEXT.fullmatch(answer)
+    if lettered and wanted is None and equal_answers(gold, lettered["text"], tolerance):
+        return _Decision(True, "equal to the gold behind an option letter")
+    return None
+
+
+def _judge_choice(answer: str, index: int, options: tuple[str, ...], tolerance: Fraction) -> _Decision | None:
+    option = read_option(answer) if len(answer) == 1 or answer not in options else None
+    if option is None:
+        if equal_answers(options[index], answer, tolerance):
+            return _Decision(True, f"the text of option {_letter(index)}")
+        return None
+    if option.letter is None:
+        return _Decision(False, "several options are named")
+    if option.letter > _letter(len(options) - 1):
+        return None
+    given = ord(option.letter) - ord("A")
+    if option.text:
+        meant = [i for i, text in enumerate(options) if equal_answers(text, option.text, Fraction(0))]
+        if meant and given not in meant:
+            return _Decision(False, f"option {option.letter} is named with the text of option {_letter(meant[0])}")
+    if given == index:
+        return _Decision(True, f"option {option.letter}")
+    return _Decision(False, f"option {option.letter}, not {_letter(index)}")
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index)
+
+
+@lru_cache(maxsize=CACHED)
+def _option_index(gold: str, options: tuple[str, ...]) -> int | None:
+    """Which option the gold is: its letter, its text, or one of equal value."""
+    option = gold_option(gold)
+    if option is not None and option.letter <= _letter(len(options) - 1):
+        return ord(option.letter) - ord("A")
+    if gold in options:
+        return options.index(gold)
+    return next((i for i, text in enumerate(options) if equal_answers(gold, text, Fraction(0))), None)
+
+
+def equal_answers(gold: str, answer: str, tolerance: Fraction) -> bool:
+    """Whether two clean texts are the same answer."""
+    if GAP.sub("", gold) == GAP.sub("", answer):
+        return True
+    if agree(read(gold), read(answer), tolerance):
+        return True
+    opposite = YES_NO.get(text_key(gold))
+    if opposite is not None:
+        match = YES_NO_ANSWER.match(answer)
+        return bool(match) and match[1].lower() == text_key(gold) and not re.search(rf"\b{opposite}\b", match[2], re.I)
+    return grade_symbolic.agree(gold, answer)

@@ -1,0 +1,214 @@
+"""One spelling for one answer: Unicode, LaTeX and Markdown ways to write the same thing become one plain string.
+
+After `clean` only these LaTeX words are left: \\frac, \\sqrt, function names and what the grader does not read. Signs
+are single characters (* / ± ∓ ° π ∞ ∪ ∩ ∈ ∠ ≅ ∥ ⊥ ∼ ≈ ≤ ≥ ≠), set braces are ⦃ ⦄, so that { } only group.
+"""
+
+import re
+import unicodedata
+
+SUPERSCRIPTS = {ord(a): b for a, b in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True)}
+SUBSCRIPTS = {ord(a): b for a, b in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)}
+RAISED = re.compile(f"[{''.join(map(chr, SUPERSCRIPTS))}]+")
+LOWERED = re.compile(f"[{''.join(map(chr, SUBSCRIPTS))}]+")
+SIGNS = str.maketrans(
+    dict.fromkeys("−–—‒‐﹣－", "-")
+    | dict.fromkeys("×·⋅∙✕✖∗", "*")
+    | {"÷": "/", "∕": "/", "⁄": "/", "：": ":", "∶": ":", "º": "°", "˚": "°", "≦": "≤", "≧": "≥", "⩽": "≤", "⩾": "≥"}
+    | {
+        "∆": "△",
+        "≃": "≅",
+        "‖": "∥",
+        "∣": "|",
+        "⟨": "(",
+        "⟩": ")",
+        "〈": "(",
+        "〉": ")",
+        "％": "%",
+        "，": ",",
+        "。": ".",
+    }
+    | dict.fromkeys("“”„«»", '"')
+    | dict.fromkeys("‘’`´", "'")
+    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")
+)
+WORDS = {  # LaTeX words with a plain spelling
+    **dict.fromkeys(("times", "cdot", "ast", "bullet"), "*"),
+    **dict.fromkeys(("le", "leq", "leqslant"), "≤"),
+    **dict.fromkeys(("ge", "geq", "geqslant"), "≥"),
+    **dict.fromkeys(("ne", "neq"), "≠"),
+    **dict.fromkeys(("approx", "thickapprox"), "≈"),
+    **dict.fromkeys(("cong", "simeq"), "≅"),
+    **dict.fromkeys(("ldots", "cdots", "dots", "dotsc", "dotsb"), "..."),
+    **dict.fromkeys(("degree", "degrees", "circ"), "°"),
+    **dict.fromkeys(("lbrace",), "⦃"),
+    **dict.fromkeys(("rbrace",), "⦄"),
+    **dict.fromkeys(("langle", "lparen"), "("),
+    **dict.fromkeys(("rangle", "rparen"), ")"),
+    **dict.fromkeys(("lbrack",), "["),
+    **dict.fromkeys(("rbrack",), "]"),
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac"), "\\frac"),
+    **dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|"),
+    **dict.fromkeys(("left", "right", "bigl", "bigr", "big", "Big", "Bigl", "Bigr", "displaystyle", "textstyle"), ""),
+    **dict.fromkeys(("limits", "rm", "bf", "it", "mathstrut"), ""),
+    **dict.fromkeys(("quad", "qquad", "space", "enspace", "thinspace", "newline"), " "),
+    **{"div": "/", "lt": "<", "gt": ">", "pm": "±", "mp": "∓", "pi": "π", "infty": "∞", "cup": "∪", "cap": "∩"},
+    **{"in": "∈", "angle": "∠", "measuredangle": "∠", "parallel": "∥", "perp": "⊥", "sim": "∼", "triangle": "△"},
+    **{"colon": ":", "emptyset": "∅", "varnothing": "∅", "percent": "%", "land": " and ", "lor": " or "},
+    **{"euro": "€", "pounds": "£", "to": "→", "rightarrow": "→", "forall": "∀"},
+}
+WRAPPERS = (
+    "text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|mathbb|mathcal|operatorname|mbox|hbox|bm"
+)
+WRAPPER = re.compile(rf"\\(?:{WRAPPERS}|boldsymbol|textnormal|underline|boxed|fbox)\s*\*?\s*\{{([^{{}}]*)\}}")
+OVERLINE = re.compile(
+    r"\\(?:overline|bar|widehat|hat|overrightarrow|vec|overarc|overset\s*\{\\frown\})\s*\{([^{}]*)\}"
+)
+COMMAND = re.compile(r"\\([A-Za-z]+)")
+GREEK = "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi varphi"
+GREEK_LETTERS = dict(zip(GREEK.split(), "αβγδεεζηθικλμνξρστφφ", strict=True)) | {"omega": "ω", "psi": "ψ", "chi": "χ"}
+ESCAPED = re.compile(r"\\([%#&_])")
+LATEX_SPACE = re.compile(r"\\[,;:> ]|~")
+THOUSANDS_MARK = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\ |\{\\,\}|~|(?<=\d)\u202f|\u2009|')(?=\d{3}(?!\d))")
+DELIMITER = re.compile(r"\\[()\[\]]|\$+")
+BOLD = re.compile(r"(?<![\w)}\]])\*\*|\*\*(?![\w(\\{])")  # not the power in 2**3
+ITALIC = re.compile(r"(\*|__)([^*_]+)\1")
+SPACED_NAME = re.compile(r"(?<=\b[A-Z]) (?=[A-Z]\b)")  # the segment A B
+SPACES = re.compile(r"\s+")
+SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,4})(?![\w.])")
+REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?\s*(\d{1,40})\s*\}?")
+VULGAR = re.compile("[¼½¾⅐-⅞↉]")
+
+
+def clean(text: str) -> str:
+    """The one spelling of an answer; the caller bounds its length."""
+    if "\\begin{" in text:
+        return _environment(text)
+    text = RAISED.sub(lambda m: "^{" + m[0].translate(SUPERSCRIPTS) + "}", text)
+    text = LOWERED.sub(lambda m: "_{" + m[0].translate(SUBSCRIPTS) + "}", text)
+    text = VULGAR.sub(_vulgar, text)
+    text = THOUSANDS_MARK.sub("", text).translate(SIGNS)
+    text = unicodedata.normalize("NFKC", text).translate(SIGNS)
+    text = text.replace("√", "\\sqrt ").replace("\\\\", " ; ")
+    text = BOLD.sub("", text).strip().replace("**", "^")
+    italic = ITALIC.fullmatch(text)
+    text = italic[2] if italic else text
+    if "\\" in text or "$" in text or "~" in text:
+        text = _without_latex(text)
+    text = SCIENTIFIC.sub(r"(\1*10^{\2})", text)
+    text = SPACED_NAME.sub("", SPACES.sub(" ", text)).strip()
+    text = _without_ends(text)
+    return _without_outer_braces(text)
+
+
+def _environment(text: str) -> str:
+    """A matrix stays LaTeX, for math-verify."""
+    text = re.sub(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\$+", "", text).replace("\\dfrac", "\\frac")
+    return SPACES.sub(" ", text).strip(" .,;")
+
+
+def _without_latex(text: str) -> str:
+    text = (
+        text.replace("\\$", " dollar_ ")
+        .replace("\\%", "%")
+        .replace("\\#", "#")
+        .replace("\\&", "&")
+        .replace("\\_", "_")
+    )
+    text = DELIMITER.sub(" ", text)
+    text = text.replace("\\{", "⦃").replace("\\}", "⦄").replace("\\!", "").replace("\\|", "∥")
+    text = LATEX_SPACE.sub(" ", text)
+    text = REPEATING.sub(_repeating, text)
+    for _ in range(4):
+        shorter = OVERLINE.sub(r" \1 ", WRAPPER.sub(_plain_words, text))
+        if shorter == text:
+            break
+        text = shorter
+    return COMMAND.sub(_word, text)
+
+
+def _plain_words(match: re.Match[str]) -> str:
+    """\\text{ cm} and \\mathrm{e}: letters keep a distance from their neighbours, numbers do not need it."""
+    return f" {match[1]} "
+
+
+def _word(match: re.Match[str]) -> str:
+    name = match[1]
+    plain = WORDS.get(name)
+    if plain is not None:
+        return plain
+    return GREEK_LETTERS.get(name, match[0])
+
+
+def _vulgar(match: re.Match[str]) -> str:
+    """½ after a digit is a mixed number, so a space goes before."""
+    top, _, bottom = unicodedata.normalize("NFKC", match[0]).partition("⁄")
+    return f" \\frac{{{top}}}{{{bottom}}}" if bottom else match[0]
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """0.1\\overline{6} as the fraction (16 - 1) / 90."""
+    whole, fixed, block = match.groups()
+    top = int(whole + fixed + block or "0") - int(whole + fixed or "0")
+    return f"(\\frac{{{top}}}{{{'9' * len(block)}{'0' * len(fixed)}}})"
+
+
+def _without_ends(text: str) -> str:
+    """No full stop, comma or quotation mark at the end or the beginning; an ellipsis stays."""
+    while text:
+        shorter = text.strip(" \t\n\"'")
+        if shorter.endswith((".", ",", ";", "!", "?")) and not shorter.endswith("...") and not shorter.endswith("\\!"):
+            if shorter.endswith("!") and len(shorter) > 1 and shorter[-2] in "0123456789)}]abcdefghijklmnopqrstuvwxyz":
+                return shorter if shorter[-2] in "0123456789)}]" or len(shorter) == 2 else shorter[:-1]
+            shorter = shorter[:-1]
+        if shorter.startswith((":", ",", ";")):
+            shorter = shorter[1:]
+        if shorter == text:
+            return text
+        text = shorter
+    return text
+
+
+def _without_outer_braces(text: str) -> str:
+    """{5} is 5; {1, 2} stays, it is a set to those who do not escape braces."""
+    while text.startswith("{") and text.endswith("}") and closing(text, 0) == len(text) - 1 and "," not in text:
+        text = text[1:-1].strip()
+    return text
+
+
+PAIRS = {"(": ")", "[": "]", "{": "}", "⦃": "⦄"}
+OPENERS, CLOSERS = frozenset(PAIRS), frozenset(PAIRS.values())
+
+
+def closing(text: str, start: int) -> int:
+    """Where the bracket at `start` closes; -1 when it does not. ( and [ may close each other: [0, 1)."""
+    depth = 0
+    for position in range(start, len(text)):
+        if text[position] in OPENERS:
+            depth += 1
+        elif text[position] in CLOSERS:
+            depth -= 1
+            if depth == 0:
+                return position
+    return -1
+
+
+def split_outside(text: str, separator: re.Pattern[str]) -> list[tuple[str, str]]:
+    """(separator before, part) pairs, split where the separator stands outside all brackets; else [("", text)]."""
+    depth, parts, begin, before, position = 0, [], 0, "", 0
+    while position < len(text):
+        character = text[position]
+        if character in OPENERS:
+            depth += 1
+        elif character in CLOSERS:
+            depth = max(0, depth - 1)
+        elif depth == 0:
+            match = separator.match(text, position)
+            if match and match.end() > position:
+                parts.append((before, text[begin:position].strip()))
+                before, begin = match[0].strip(), match.end()
+                position = match.end()
+                continue
+        position += 1
+    parts.append((before, text[begin:].strip()))
+    return parts
