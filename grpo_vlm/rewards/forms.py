@@ -5,9 +5,10 @@ TRL: (completions, prompts, **columns), completions as message lists; returns a 
 verl: (data_source, solution_str, ground_truth, extra_info); returns a number or a dict with "score".
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_vlm.errors import RewardError
@@ -41,6 +42,10 @@ class RewardSample:
     columns: dict[str, Any] = field(default_factory=dict)
     images: list[Any] = field(default_factory=list)
 
+    def without_images(self) -> "RewardSample":
+        """The same for a function that asks for none: what need not travel stays here."""
+        return replace(self, images=[]) if self.images else self
+
 
 @dataclass(frozen=True)
 class Form:
@@ -48,7 +53,7 @@ class Form:
 
     kind: EASYR1, TRL or VERL; whole_batch: one call for all samples, else one call a sample.
     parameters: names that the function takes and we may fill; takes_any: it has **kwargs; needs_images: it asked for
-    pictures.
+    pictures; asynchronous: it is an `async def`.
     """
 
     kind: str
@@ -56,20 +61,26 @@ class Form:
     parameters: frozenset[str]
     takes_any: bool
     needs_images: bool
+    asynchronous: bool
 
     @property
     def item_name(self) -> str:
         """What one element of a batch result is called in messages."""
         return 'dicts with "overall"' if self.kind == EASYR1 else "numbers"
 
-    def arguments(self, samples: Sequence[RewardSample]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and named arguments for one call; samples has one element unless whole_batch."""
+    def arguments(
+        self, samples: Sequence[RewardSample], watched: Callable[[list], list] = list
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and named arguments for one call; samples has one element unless whole_batch. `watched` makes the
+        list whose walk shows how far a call for the whole batch has come."""
         if self.kind == EASYR1:
             inputs = [_easyr1_input(sample, self.needs_images) for sample in samples]
             images = [sample.images for sample in samples]
             named = {"images": images if self.whole_batch else images[0]} if "images" in self.parameters else {}
-            return (inputs if self.whole_batch else inputs[0],), named
+            return (watched(inputs) if self.whole_batch else inputs[0],), named
         named = _trl_arguments(samples) if self.kind == TRL else _verl_arguments(samples[0], self.needs_images)
+        if self.kind == TRL:
+            named["completions"] = watched(named["completions"])
         if "images" in self.parameters:
             named["images"] = [s.images for s in samples] if self.kind == TRL else samples[0].images
         return (), {key: value for key, value in named.items() if self.takes_any or key in self.parameters}
@@ -80,10 +91,9 @@ def detect_form(
 ) -> Form:
     """Reads the form off the parameter names. constants: the module's globals (REWARD_TYPE, NEEDS_IMAGES).
 
-    Raises RewardError for an asynchronous function, unknown options, or parameters that fit none or two of the forms.
+    Raises RewardError for unknown options, or parameters that fit none or two of the forms.
     """
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise RewardError(f"{name} is asynchronous; this is not supported, write it with plain `def`")
+    asynchronous = inspect.iscoroutinefunction(plain_function(function))
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -101,14 +111,24 @@ def detect_form(
     names = {p.name for p in plain} - kwargs.keys()
     kind = _kind(name, names, needed)
     if kind == EASYR1:
-        return _easyr1_form(name, plain, names, takes_any, constants)
+        return _easyr1_form(name, plain, names, takes_any, constants, asynchronous)
     if kind == VERL and (missing := sorted(set(needed) - VERL_NAMES - {"images"})):
         raise RewardError(
             f"{name} looks like verl's form but also needs {', '.join(map(repr, missing))}; give a default or a value "
             "in worker.reward.reward_function_kwargs"
         )
     needs_images = "images" in names or constants.get("NEEDS_IMAGES", False) is True
-    return Form(kind, kind == TRL, frozenset(names), takes_any, needs_images)
+    return Form(kind, kind == TRL, frozenset(names), takes_any, needs_images, asynchronous)
+
+
+def plain_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind partials, decorators, methods and objects with __call__."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    return function.__func__ if inspect.ismethod(function) else function
 
 
 def _kind(name: str, names: set[str], needed: list[str]) -> str:
@@ -123,7 +143,12 @@ def _kind(name: str, names: set[str], needed: list[str]) -> str:
 
 
 def _easyr1_form(
-    name: str, plain: list[inspect.Parameter], names: set[str], takes_any: bool, constants: Mapping[str, Any]
+    name: str,
+    plain: list[inspect.Parameter],
+    names: set[str],
+    takes_any: bool,
+    constants: Mapping[str, Any],
+    asynchronous: bool,
 ) -> Form:
     reward_type = constants.get("REWARD_TYPE", "batch")
     if reward_type not in ("batch", "sequential"):
@@ -131,7 +156,7 @@ def _easyr1_form(
     if plain[0].kind is inspect.Parameter.KEYWORD_ONLY or plain[0].default is not inspect.Parameter.empty:
         raise RewardError(f"{name}: the input must be the first parameter and have no default; {FORMS_HELP}")
     needs_images = "images" in names or constants.get("NEEDS_IMAGES", False) is True
-    return Form(EASYR1, reward_type == "batch", frozenset(names), takes_any, needs_images)
+    return Form(EASYR1, reward_type == "batch", frozenset(names), takes_any, needs_images, asynchronous)
 
 
 def _easyr1_input(sample: RewardSample, needs_images: bool) -> dict[str, Any]:

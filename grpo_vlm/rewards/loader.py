@@ -4,35 +4,38 @@ The form is read off the parameter names, so a file from any of the three projec
 function does wrong becomes one RewardError that names the function, the row and, when it raised, the user's own lines.
 """
 
+import asyncio
 import difflib
-import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-import numpy as np
-import torch
-
 from grpo_vlm.errors import RewardError
-from grpo_vlm.rewards.forms import EASYR1, VERL, Form, RewardSample, detect_form
+from grpo_vlm.rewards.forms import Form, RewardSample, detect_form, plain_function
+from grpo_vlm.rewards.results import Scores, check_keys, read_batch, read_one, shown
 
 DEFAULT_FUNCTION = "main"  # EasyR1's
 
 
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
 @dataclass(frozen=True)
 class Reward:
-    """A loaded reward function. Calling it with N samples returns N dicts of finite floats, each with "overall".
+    """A loaded reward function. Calling it with N samples returns N scores, each a dict of finite floats with
+    "overall" and the same keys, or None where the function leaves the sample unscored.
 
-    Every dict has the same keys. Raises RewardError when the function raises or returns anything else.
+    It runs here and now, in this process; pool.py runs it where it can be stopped. Raises RewardError when the
+    function raises or returns anything else.
     """
 
     function: Callable[..., Any]
@@ -40,84 +43,61 @@ class Reward:
     form: Form
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, samples: Sequence[RewardSample]) -> list[dict[str, float]]:
+    def __call__(self, samples: Sequence[RewardSample]) -> list[Scores | None]:
         if not samples:
             return []
         if self.form.whole_batch:
-            results = self._whole_batch(samples)
+            scores = read_batch(self.name, self.form, samples, self._told(samples))
         else:
-            results = [self._checked_call([sample]) for sample in samples]
-        scores = [self._scores(sample, result) for sample, result in zip(samples, results, strict=True)]
-        for sample, score in zip(samples, scores, strict=True):
-            if score.keys() != scores[0].keys():
-                raise RewardError(
-                    f"{self.name}: row {sample.row_id} got the keys {sorted(score)} but row {samples[0].row_id} "
-                    f"{sorted(scores[0])}; return the same keys for every sample"
-                )
+            scores = [read_one(self.name, self.form, sample, self._told([sample])) for sample in samples]
+        check_keys(self.name, samples, scores)
         return scores
 
-    def _whole_batch(self, samples: Sequence[RewardSample]) -> list[Any]:
-        results = self._checked_call(samples)
-        if isinstance(results, (np.ndarray, torch.Tensor)):
-            results = results.tolist()
-        expected = f"a list of {len(samples)} {self.form.item_name}, one per completion"
-        if not isinstance(results, (list, tuple)):
-            hint = (
-                '; for one dict a call set REWARD_TYPE = "sequential" in the file' if self.form.kind == EASYR1 else ""
-            )
-            raise RewardError(f"{self.name} must return {expected}, it returned {_shown(results)}{hint}")
-        if len(results) != len(samples):
-            rows = sorted({sample.row_id for sample in samples})
-            raise RewardError(
-                f"{self.name} must return {expected}, it returned {len(results)} "
-                f"(rows {', '.join(rows[:4])}{', ...' if len(rows) > 4 else ''})"
-            )
-        return list(results)
+    def start(self, samples: Sequence[RewardSample], watched: Callable[[list], list] = list) -> Any:
+        """What the function returns for these samples (one unless the form takes the whole batch), or an awaitable of
+        it. Raises what the function raises; see Form.arguments for `watched`."""
+        positional, named = self.form.arguments(samples, watched)
+        return self.function(*positional, **named, **self.kwargs)
 
-    def _checked_call(self, samples: Sequence[RewardSample]) -> Any:
+    def fault(self, samples: Sequence[RewardSample], lines: str) -> str:
+        """The message for a call with these samples that raised; `lines` is the traceback."""
+        return f"{self.name} raised on {place(samples)}:\n{lines}"
+
+    def user_traceback(self, error: BaseException) -> str:
+        """The traceback from the first frame in the function's own file on; only the message when the call itself
+        failed."""
+        code = plain_function(self.function)
+        filename = code.__code__.co_filename if inspect.isfunction(code) else ""
+        return _format(error, _frames_from(error.__traceback__, filename))
+
+    def _told(self, samples: Sequence[RewardSample]) -> Any:
         try:
-            result = self._call(samples)
+            return self._finish(samples)
         except (Exception, SystemExit) as error:
-            sample, error = self._culprit(samples, error)
-            row = f"row {sample.row_id}" if sample else f"a batch of {len(samples)} from row {samples[0].row_id} on"
-            response = f" (response starts {sample.response[:60]!r})" if sample else ""
-            lines = _user_traceback(error, self.function)
-            raise RewardError(f"{self.name} raised on {row}{response}:\n{lines}") from None
-        if inspect.isawaitable(result):
-            raise RewardError(
-                f"{self.name} returned an awaitable; asynchronous rewards are not supported, use plain `def`"
-            )
-        return result
+            guilty, error = self._culprit(samples, error)
+            raise RewardError(self.fault(guilty, self.user_traceback(error))) from None
+
+    def _finish(self, samples: Sequence[RewardSample]) -> Any:
+        result = self.start(samples)
+        return asyncio.run(_result_of(result)) if inspect.isawaitable(result) else result
 
     def _culprit(
         self, samples: Sequence[RewardSample], error: BaseException
-    ) -> tuple[RewardSample | None, BaseException]:
-        """The first sample that raises on its own, with that error; None when the fault needs the whole batch."""
-        if len(samples) == 1:
-            return samples[0], error
-        for sample in samples:
+    ) -> tuple[Sequence[RewardSample], BaseException]:
+        """The first sample that raises on its own, with that error; all when the fault needs the whole batch."""
+        for sample in samples if len(samples) > 1 else ():
             try:
-                self._call([sample])
+                self._finish([sample])
             except (Exception, SystemExit) as single:
-                return sample, single
-        return None, error
+                return [sample], single
+        return samples, error
 
-    def _call(self, samples: Sequence[RewardSample]) -> Any:
-        positional, named = self.form.arguments(samples)
-        return self.function(*positional, **named, **self.kwargs)
 
-    def _scores(self, sample: RewardSample, result: Any) -> dict[str, float]:
-        where = f"{self.name}, row {sample.row_id}"
-        if self.form.kind == EASYR1 and not isinstance(result, Mapping):
-            raise RewardError(f'{where}: each sample needs a dict with "overall", got {_shown(result)}')
-        if not isinstance(result, Mapping):
-            return {"overall": _finite(result, where, "the score")}
-        if self.form.kind == VERL:  # verl's own graders return texts such as "pred" beside the numbers
-            result = {"overall" if key == "score" else key: v for key, v in result.items() if not isinstance(v, str)}
-        if "overall" not in result:
-            wanted = '"score"' if self.form.kind == VERL else '"overall"'
-            raise RewardError(f"{where}: the dict has no number {wanted}; keys {list(result)}")
-        return {str(key): _finite(value, where, repr(key)) for key, value in result.items()}
+def place(samples: Sequence[RewardSample]) -> str:
+    """Which samples a fault is about, for messages."""
+    if len(samples) > 1:
+        return f"a batch of {len(samples)} from row {samples[0].row_id} on"
+    return f"row {samples[0].row_id} (response starts {samples[0].response[:60]!r})"
 
 
 def load_reward(
@@ -131,18 +111,65 @@ def load_reward(
     Raises RewardError when file, module or function is absent, the file does not import, or the parameters fit no
     form.
     """
+    return _bound(*_find(spec, base_dir), dict(kwargs or {}))
+
+
+def load_rewards(
+    specs: Sequence[str | Callable[..., Any] | Reward],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    base_dir: str | Path | None = None,
+) -> list[Reward]:
+    """Several functions that share `kwargs`: each gets those that it has parameters for; a single one gets all. What
+    is a Reward already stays as it is.
+
+    Raises RewardError like load_reward, and for a keyword argument that no function takes.
+    """
+    rewards = [_load(spec, dict(kwargs or {}), base_dir, alone=len(specs) == 1) for spec in specs]
+    idle = sorted(key for key in kwargs or {} if not any(key in reward.kwargs for reward in rewards))
+    if idle:
+        raise RewardError(
+            f"worker.reward.reward_function_kwargs: no function has a parameter {', '.join(map(repr, idle))}"
+        )
+    return rewards
+
+
+def _load(
+    spec: str | Callable[..., Any] | Reward, kwargs: dict[str, Any], base_dir: str | Path | None, alone: bool
+) -> Reward:
+    if isinstance(spec, Reward):
+        return spec
+    module, function, name = _find(spec, base_dir)
+    return _bound(module, function, name, kwargs if alone else taken_by(function, kwargs))
+
+
+Found = tuple[ModuleType | None, Callable[..., Any], str]
+
+
+def _find(spec: str | Callable[..., Any], base_dir: str | Path | None) -> Found:
+    """Module, function and name."""
     if isinstance(spec, str):
-        module, function, name = _resolve(spec, base_dir)
-    elif callable(spec):
-        code = _code_of(spec)
-        function, name, module = spec, code.__qualname__, inspect.getmodule(code)
-    else:
-        raise RewardError(f"a reward is 'path.py:function', 'package.module:name' or a callable, got {_shown(spec)}")
-    constants = {} if module is None else vars(module)
-    return Reward(function, name, detect_form(function, name, constants, dict(kwargs or {})), dict(kwargs or {}))
+        return _resolve(spec, base_dir)
+    if callable(spec):
+        code = plain_function(spec)
+        return inspect.getmodule(code), spec, code.__qualname__
+    raise RewardError(f"a reward is 'path.py:function', 'package.module:name' or a callable, got {shown(spec)}")
 
 
-def _resolve(spec: str, base_dir: str | Path | None) -> tuple[ModuleType, Callable[..., Any], str]:
+def _bound(module: ModuleType | None, function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Reward:
+    return Reward(function, name, detect_form(function, name, {} if module is None else vars(module), kwargs), kwargs)
+
+
+def taken_by(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that this function has parameters for; all of them for one with **kwargs."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(kwargs)
+    names = {p.name for p in parameters}
+    return {key: value for key, value in kwargs.items() if key in names}
+
+
+def _resolve(spec: str, base_dir: str | Path | None) -> Found:
     location, _, function_name = spec.partition(":") if ":" in spec else (spec, "", DEFAULT_FUNCTION)
     if location.endswith(".py"):
         module = _load_file(Path(base_dir or "", location).expanduser().resolve())
@@ -192,41 +219,6 @@ def _import_module(name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         lines = _format(error, None)
         raise RewardError(f"worker.reward.reward_function: importing {name!r} failed: {lines}") from error
-
-
-def _finite(value: Any, where: str, what: str) -> float:
-    if value is None:
-        raise RewardError(f"{where}: {what} is None; leaving samples unscored is not supported yet, return a number")
-    if isinstance(value, (np.ndarray, torch.Tensor)) and math.prod(value.shape) == 1:
-        value = value.item()
-    if not isinstance(value, (int, float, np.number, np.bool_)):
-        raise RewardError(f"{where}: {what} must be a number, got {_shown(value)}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise RewardError(f"{where}: {what} is {number}; return a finite number (0.0 for an answer without grade)")
-    return number
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:60]!r}"
-
-
-def _user_traceback(error: BaseException, function: Callable[..., Any]) -> str:
-    """The traceback from the first frame in the function's own file on; only the message when the call itself
-    failed."""
-    code = _code_of(function)
-    filename = code.__code__.co_filename if inspect.isfunction(code) else ""
-    return _format(error, _frames_from(error.__traceback__, filename))
-
-
-def _code_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The plain function behind partials, decorators, methods and objects with __call__."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    if not inspect.isroutine(function):
-        function = type(function).__call__
-    return function.__func__ if inspect.ismethod(function) else function
 
 
 def _frames_from(trace: TracebackType | None, filename: str) -> TracebackType | None:

@@ -156,7 +156,6 @@ def test_numbers_of_other_libraries_are_fine(values):
         ([1.0, "0.5", 1.0], "row rows:1: the score must be a number, got str '0.5'"),
         ([1.0, float("nan"), 1.0], "row rows:1: the score is nan; return a finite number"),
         ([1.0, 1.0, float("inf")], "row rows:2: the score is inf"),
-        ([None, 1.0, 1.0], "row rows:0: the score is None; leaving samples unscored is not supported yet"),
         ([[1.0], [1.0], [1.0]], "row rows:0: the score must be a number, got list"),
         ([{"score": 1.0}] * 3, "the dict has no number \"overall\"; keys \\['score'\\]"),
     ],
@@ -169,7 +168,7 @@ def test_wrong_results_name_function_and_row(result, message):
 @pytest.mark.parametrize(
     ("results", "message"),
     [
-        ([1.0] * 3, 'row rows:0: each sample needs a dict with "overall", got float'),
+        ([1.0] * 3, 'row rows:0: each sample needs a dict with "overall" or None, got float'),
         ([{"accuracy": 1.0}] * 3, r'no number "overall"; keys \[\'accuracy\'\]'),
         (
             [{"overall": 1.0}, {"overall": 1.0, "b": "x"}, {"overall": 0}],
@@ -247,10 +246,6 @@ def test_files_that_cannot_be_used(write):
         load_reward(write('REWARD_TYPE = "each"\ndef main(inputs): ...'))
 
 
-async def later(reward_inputs):
-    return []
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -259,14 +254,45 @@ async def later(reward_inputs):
         (lambda: 0, r"\(none\) fit no known form"),
         (lambda ground_truth: 0, "fit no known form"),
         (lambda solution_str, judge: 0, "looks like verl's form but also needs 'judge'"),
-        (later, "later is asynchronous"),
-        (lambda reward_inputs: later(reward_inputs), "returned an awaitable"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_functions_of_no_known_form(function, message):
     with pytest.raises(RewardError, match=message):
         load_reward(function)(SAMPLES)
+
+
+async def later(reward_inputs):
+    return [{"overall": len(item["response"])} for item in reward_inputs]
+
+
+async def later_each(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+
+
+@pytest.mark.parametrize(
+    ("function", "scores"),
+    [
+        (later, [1.0, 1.0, 1.0]),
+        (functools.partial(later), [1.0, 1.0, 1.0]),
+        (lambda reward_inputs: later(reward_inputs), [1.0, 1.0, 1.0]),
+        (later_each, [1.0, 0.0, 1.0]),
+    ],
+)
+def test_asynchronous_functions_are_waited_for(function, scores):
+    assert load_reward(function)(SAMPLES) == [{"overall": score} for score in scores]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda reward_inputs: [None, {"overall": None, "b": 1}, {"overall": 1.0, "c": 2.0}],
+        lambda completions: [None, None, 1.0],
+        lambda solution_str, ground_truth: None if solution_str != "5" else {"score": 2.0, "pred": "x"},
+    ],
+)
+def test_none_leaves_a_sample_unscored(function):
+    found = load_reward(function)(SAMPLES)
+    assert sum(score is None for score in found) == 2 and sum(score is not None for score in found) == 1
 
 
 def test_unknown_options_are_refused():

@@ -1,0 +1,156 @@
+"""The trainer's end of one reward worker: starting it, giving it a task, killing it with everything it started."""
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_vlm.rewards.channel import Progress, memory_file, receive, send
+from grpo_vlm.rewards.worker import STACK_SIGNAL, Job, Request
+
+SOCKET_TIMEOUT_S = 60.0  # for a message
+EXIT_WAIT_S = 5.0
+STACK_WAIT_S = 0.05
+LOAD_TIMEOUT_S = 300.0
+BOOT = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from grpo_vlm.rewards.worker import main
+main(*map(int, sys.argv[2:]))"""
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Rows for one call of one function.
+
+    function: its number; rows: numbers of the samples in the whole call; idle_limit_s: seconds for one row; purpose:
+    what the scores are for (pool.py); not_after: time.monotonic() after which it is not worth starting.
+    """
+
+    function: int
+    rows: tuple[int, ...]
+    idle_limit_s: float
+    purpose: str
+    not_after: float = float("inf")
+
+    @property
+    def total_limit_s(self) -> float:
+        return self.idle_limit_s * len(self.rows)
+
+
+class Launcher:
+    """Starts workers for one Job. They die with the thread that started them, so one thread that lives as long as the
+    pool starts them all; it ends with the trainer, whatever way that ends."""
+
+    def __init__(self, job: Job):
+        self._folder, self._path = os.getcwd(), json.dumps(sys.path)
+        self._job: int | None = memory_file()
+        with os.fdopen(os.dup(self._job), "wb") as file:
+            file.write(pickle.dumps(job, protocol=5))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grpo_vlm_rewards")
+
+    def start(self, threads: int) -> "RewardProcess":
+        """A new worker, which may use `threads` threads in numpy and torch. It loads the functions by itself."""
+        return self._thread.submit(self._start, threads).result()
+
+    def _start(self, threads: int) -> "RewardProcess":
+        ours, theirs = socket.socketpair()
+        ours.settimeout(SOCKET_TIMEOUT_S)
+        progress = memory_file()
+        given = (theirs.fileno(), progress, self._job)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, self._path, str(os.getpid()), *map(str, given)],
+                env={"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | os.environ,
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                pass_fds=given,
+                start_new_session=True,  # Ctrl-C is for the trainer; what the function starts is killed with it
+            )
+        return RewardProcess(process, ours, Progress(progress))
+
+    def close(self) -> None:
+        """Starts none from here on. Idempotent."""
+        if self._job is not None:
+            self._thread.shutdown()
+            os.close(self._job)
+            self._job = None
+
+
+class RewardProcess:
+    """One worker. `ready` once it has loaded the functions; `task` is what it works on, since `began`."""
+
+    def __init__(self, process: subprocess.Popen, connection: socket.socket, progress: Progress):
+        self.process, self.connection, self.progress = process, connection, progress
+        self.ready = False
+        self.task: Task | None = None
+        self.open_rows: list[int] = []  # places in the task that have no result yet
+        self.began = time.monotonic()
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.connection.fileno()
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and self.task is None
+
+    def give(self, task: Task, samples: list[Any]) -> None:
+        """Sends a task. Raises OSError when the worker is gone."""
+        self.task, self.open_rows, self.began = task, list(range(len(task.rows))), time.monotonic()
+        self.progress.at(-1)
+        send(self.connection, pickle.dumps(Request(task.function, samples, task.idle_limit_s), protocol=5))
+
+    def event(self) -> Any:
+        """The next message of the worker; None when it is gone."""
+        try:
+            return receive(self.connection)
+        except OSError:
+            return None
+
+    def deadline(self, slack_s: float) -> float:
+        """time.monotonic() at which its patience ends: for one row, for the task, or for loading the functions."""
+        if self.task is None:
+            return float("inf") if self.ready else self.began + LOAD_TIMEOUT_S
+        since, _ = self.progress.read()
+        return min(since + self.task.idle_limit_s, self.began + self.task.total_limit_s) + slack_s
+
+    def row(self) -> int | None:
+        """Place in the task of the row that it was at; None when it had not come to one."""
+        _, row = self.progress.read()
+        return row if self.task is not None and 0 <= row < len(self.task.rows) else None
+
+    def stack(self) -> str:
+        """Where its Python code is now, innermost line first; the lines of this package are left out."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, STACK_SIGNAL)
+        time.sleep(STACK_WAIT_S)
+        lines = self.progress.stack().splitlines()[1:]
+        ours = next((number for number, line in enumerate(lines) if _is_ours(line)), len(lines))
+        return "\n".join(lines[:ours])
+
+    def end(self, *, ended: bool = False) -> str:
+        """Kills it with all it started; how it had ended, where it has by itself (`ended`)."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(EXIT_WAIT_S if ended else 0.0)
+        code = self.process.returncode
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # its group is empty
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(EXIT_WAIT_S)
+        self.connection.close()
+        self.progress.close()
+        if code is None:
+            return "was killed"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _is_ours(line: str) -> bool:
+    folder = os.path.join("grpo_vlm", "rewards", "")
+    return any(f"{folder}{name}.py" in line for name in ("loader", "worker"))
