@@ -17,6 +17,10 @@ class DataError(GRPOVLMError):
     """A file, a column, a row or a picture of the data set is wrong."""
 
 
+class MediaError(DataError):
+    """A picture or a video of a row cannot be read or used. `data.on_bad_media` says what becomes of its row."""
+
+
 class RewardError(GRPOVLMError):
     """The reward function cannot be loaded, raised, or returned something that is not one finite score per sample."""
 

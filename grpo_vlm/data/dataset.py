@@ -1,22 +1,22 @@
 """A data set of prompts: opens what the configuration names, checks every row before training, hands out Prompts by
 index.
 
-Rows are read lazily (parquet, folders and hub data sets stay memory-mapped), so a data set can be larger than memory
-and cheap to give to DataLoader workers.
+Rows are read when they are needed, so a data set can be larger than memory and is cheap to give to workers.
 """
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_vlm.data.lengths import Scan, cached_scan
 from grpo_vlm.data.rows import Prompt, PromptBuilder, overlong_message
-from grpo_vlm.data.sources import open_source
+from grpo_vlm.data.schemas import Schema
+from grpo_vlm.data.sources import open_source, parts_of
 from grpo_vlm.errors import DataError
 
-CHUNK_ROWS = 256  # rows in memory at a time while checking
 LISTED_FAULTS = 10
+FIRST_ROWS = 8  # that tell the shape of a source
 
 
 @dataclass(frozen=True)
@@ -24,29 +24,45 @@ class DataReport:
     """What validate() found. rows: in the source; kept: indices of the usable rows, ascending.
 
     dropped_overlong: (row_id, tokens) of rows above data.max_prompt_length; longest: tokens of the longest kept
-    prompt.
+    prompt. skipped: (row_id, what is wrong) of rows left out by data.on_bad_media=skip. cached: the lengths come from
+    an earlier run. notes: what the user should know.
     """
 
     rows: int
     kept: tuple[int, ...]
     dropped_overlong: tuple[tuple[str, int], ...]
     longest: int
+    skipped: tuple[tuple[str, str], ...] = ()
+    cached: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Where each row goes; together they are all rows. kept: row numbers; the others are (row_id, tokens) or (row_id,
+    what is wrong)."""
+
+    kept: tuple[int, ...]
+    overlong: tuple[tuple[str, int], ...]
+    skipped: tuple[tuple[str, str], ...]
+    faults: tuple[tuple[str, str], ...]
 
 
 class PromptDataset:
     """Map-style data set of Prompts.
 
-    source: "PATH[@split]" (parquet, json, jsonl, folder or hub id) or a list of row dicts; data_config: the `data`
-    section; processor: a Qwen-VL processor.
+    source: "PATH[@split]" (parquet, json, jsonl, folder, URL or hub id), several of them with commas between, or a
+    list of row dicts; data_config: the `data` section; processor: a Qwen-VL processor.
     Raises DataError when the source cannot be read, is empty or lacks the question or answer column. Until validate()
     is called every row is in the set.
     """
 
     def __init__(self, source: str | Sequence[Mapping[str, Any]], data_config: Any, processor: Any):
-        self.builder = PromptBuilder(data_config, processor)
-        self.filter_overlong = data_config.filter_overlong_prompts
+        self.settings = data_config
         self.workers = max(1, min(data_config.filter_overlong_prompts_workers, os.cpu_count() or 1))
+        self.builder = PromptBuilder(data_config, processor)
         self.source = open_source(source)
+        self.schemas: dict[str, Schema] = {}  # of each part of the source
         self._check_columns()
         self.kept: Sequence[int] = range(len(self.source))
 
@@ -61,85 +77,99 @@ class PromptDataset:
         """The Prompts of several usable rows. A picture that more than one of them shows is decoded and processed
         once, and its tensor shared. Raises DataError like []."""
         pictures = self.builder.pictures()
-        return [self.builder.build(self._row(index), self.row_id(self.kept[index]), pictures) for index in indices]
+        built: dict[int, Prompt] = {}
+        for index, row in self._rows(indices):
+            built[index] = self.builder.build(row, self.row_id(self.kept[index]), pictures)
+        return [built[index] for index in indices]
 
-    def picture_sources(self, index: int) -> list[Hashable]:
-        """Equal for equal pictures of different rows, as far as can be seen without opening one."""
-        return self.builder.picture_sources(self._row(index))
+    def answers(self) -> Iterator[tuple[str, str]]:
+        """Row id and gold answer of every usable row, in the order of the source; no picture is opened."""
+        kept, row = set(self.kept), 0
+        for batch in self.source.batches():
+            for values in batch:
+                if row in kept:
+                    yield self.row_id(row), self.builder.answer(values, self.row_id(row))
+                row += 1
 
-    def _row(self, index: int) -> dict[str, Any]:
-        row = self.kept[index]
-        return self.source.rows(row, row + 1)[0]
+    def picture_sources(self, indices: Sequence[int]) -> dict[int, list[Hashable]]:
+        """For each usable row what its pictures are known by: equal for equal pictures of different rows, as far as
+        can be seen without opening one."""
+        found = {index: self.builder.picture_sources(row) for index, row in self._rows(indices)}
+        return {index: found[index] for index in indices}
+
+    def _rows(self, indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each index once with its row, in the order of the source: neighbours are read together."""
+        for index in sorted(dict.fromkeys(indices), key=self.kept.__getitem__):
+            yield index, self.source.rows(self.kept[index], self.kept[index] + 1)[0]
 
     def row_id(self, row: int) -> str:
         """Name of the row-th row of the source, counted before filtering."""
-        return f"{self.source.name}:{row}"
+        return self.source.row_id(row)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps exactly these rows of the source, in this order: how other ranks adopt the main process's report."""
         self.kept = tuple(rows)
 
     def validate(self) -> DataReport:
-        """Checks all rows (columns, counts, every picture decoded, prompt length) and keeps the usable ones.
+        """Checks all rows (columns, counts, every picture decoded, prompt length) and keeps the usable ones. What an
+        earlier run found about the same rows is taken from the cache.
 
-        Overlong prompts are dropped with data.filter_overlong_prompts, else they are faults. All faults are raised
+        Overlong prompts are dropped with data.filter_overlong_prompts, rows with a bad picture or video with
+        data.on_bad_media=skip; else they are faults. All faults are raised
         together in one DataError that lists the first ten and counts the rest; a data set with no row left is one,
         too.
         """
-        faults: list[str] = []
-        kept: list[int] = []
-        dropped: list[tuple[str, int]] = []
-        longest = 0
-        limit = self.builder.max_prompt_length
-        with ThreadPoolExecutor(self.workers) as pool:
-            for start in range(0, len(self.source), CHUNK_ROWS):
-                rows = self.source.rows(start, min(start + CHUNK_ROWS, len(self.source)))
-                ids = [self.row_id(start + offset) for offset in range(len(rows))]
-                for offset, sizes in enumerate(pool.map(self._sizes_or_fault, rows, ids)):
-                    if isinstance(sizes, DataError):
-                        faults.append(str(sizes))
-                        continue
-                    try:
-                        tokens = self.builder.prompt_length(rows[offset], ids[offset], sizes)
-                    except DataError as fault:
-                        faults.append(str(fault))
-                        continue
-                    if tokens <= limit:
-                        kept.append(start + offset)
-                        longest = max(longest, tokens)
-                    elif self.filter_overlong:
-                        dropped.append((ids[offset], tokens))
-                    else:
-                        image_tokens = self.builder.image_tokens(sizes)
-                        faults.append(overlong_message(ids[offset], tokens, image_tokens, limit))
-        self._raise_faults(faults)
-        if not kept:
-            shortest = min(tokens for _, tokens in dropped)
-            raise DataError(
-                f"{self.source.name}: all {len(dropped)} prompts are longer than data.max_prompt_length={limit} "
-                f"(the shortest has {shortest} tokens); raise it or lower data.max_pixels"
-            )
-        self.kept = tuple(kept)
-        return DataReport(len(self.source), self.kept, tuple(dropped), longest)
+        scan, note = cached_scan(self.source, self.builder, self.settings, self.workers)
+        return self.adopt(scan, [*self.source.notes, *([note] if note else [])])
 
-    def _sizes_or_fault(self, row: Mapping[str, Any], row_id: str) -> list[tuple[int, int]] | DataError:
-        try:
-            return self.builder.picture_sizes(row, row_id)
-        except DataError as fault:
-            return fault
+    def adopt(self, scan: Scan, notes: Sequence[str] = ()) -> DataReport:
+        """Keeps the rows that a scan found usable. Raises DataError like validate()."""
+        verdict, limit = self.judge(scan), self.settings.max_prompt_length
+        self._raise_faults([text for _, text in verdict.faults])
+        if not verdict.kept and not verdict.overlong:
+            first = verdict.skipped[0][1]
+            raise DataError(f"all {len(verdict.skipped)} rows have media that cannot be used; the first: {first}")
+        if not verdict.kept:
+            shortest = min(tokens for _, tokens in verdict.overlong)
+            raise DataError(
+                f"{self.source.name}: all {len(verdict.overlong)} prompts are longer than data.max_prompt_length="
+                f"{limit} (the shortest has {shortest} tokens); raise it or lower data.max_pixels"
+            )
+        self.kept = verdict.kept
+        longest = max(scan.tokens[row] for row in self.kept)
+        return DataReport(
+            len(self.source), self.kept, verdict.overlong, longest, verdict.skipped, scan.cached, tuple(notes)
+        )
+
+    def judge(self, scan: Scan) -> Verdict:
+        """What becomes of each row under data.max_prompt_length, filter_overlong_prompts and on_bad_media."""
+        limit, filtering = self.settings.max_prompt_length, self.settings.filter_overlong_prompts
+        kept, overlong, skipped, faults = [], [], [], []
+        for row, tokens in enumerate(scan.tokens):
+            if row in scan.faults:
+                text, media = scan.faults[row]
+                (skipped if media and self.builder.skip_bad_media else faults).append((self.row_id(row), text))
+            elif tokens <= limit:
+                kept.append(row)
+            elif filtering:
+                overlong.append((self.row_id(row), tokens))
+            else:
+                text = overlong_message(self.row_id(row), tokens, scan.media_tokens[row], limit)
+                faults.append((self.row_id(row), text))
+        return Verdict(tuple(kept), tuple(overlong), tuple(skipped), tuple(faults))
 
     def _raise_faults(self, faults: list[str]) -> None:
         if not faults:
             return
         listed = "\n".join(f"  {fault}" for fault in faults[:LISTED_FAULTS])
         more = f"\n  ... and {len(faults) - LISTED_FAULTS} more" if len(faults) > LISTED_FAULTS else ""
+        if more:
+            more += f"; `grpo-vlm data check {self.source.name}` lists them all"
         raise DataError(f"{len(faults)} of {len(self.source)} rows cannot be used:\n{listed}{more}")
 
     def _check_columns(self) -> None:
-        wanted = {"data.prompt_key": self.builder.prompt_key, "data.answer_key": self.builder.answer_key}
-        missing = [f"{column!r} ({key})" for key, column in wanted.items() if column not in self.source.columns]
-        if missing:
-            raise DataError(
-                f"{self.source.name}: missing column {' and '.join(missing)}; present: "
-                f"{', '.join(self.source.columns)}; rename a column or set the key in brackets"
-            )
+        for part in parts_of(self.source):
+            try:
+                self.schemas[part.name] = self.builder.learn(part.columns, part.rows(0, min(FIRST_ROWS, len(part))))
+            except DataError as error:
+                raise DataError(f"{part.name}: {error}") from None

@@ -4,13 +4,10 @@ will keep.
 A picture is decoded in full before anything else uses it, because a decoder that reads lazily reports a broken file
 only at the first pixel access (and some return garbage at the second). Sizes are plain arithmetic, so the token count
 of a prompt is known without touching pixels.
-Errors are DataErrors about one picture; the caller adds row and column.
+Errors are MediaErrors about one picture; the caller adds row and column.
 """
 
-import hashlib
 import io
-import json
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,13 @@ import numpy as np
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from grpo_vlm.errors import DataError
+from grpo_vlm.data.entries import read_entry
+from grpo_vlm.errors import MediaError
 
 MAX_ASPECT_RATIO = 200  # smart_resize refuses more
 MAX_SIZE_PASSES = 16  # extreme ratios need several passes of smart_resize until the size stays
+ANIMATED_FORMATS = ("GIF", "PNG", "WEBP", "AVIF", "TIFF", "FLI")  # of Pillow's formats, those with is_animated; an MPO
+# photo carries a second view, not a next frame
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SizeRule:
     def target(self, width: int, height: int) -> tuple[int, int]:
         """The final (width, height): data.max_pixels, data.min_pixels, then the processor's rule until the size stays.
 
-        Raises DataError for an empty picture, an aspect ratio above 200, or bounds that fit no size.
+        Raises MediaError for an empty picture, an aspect ratio above 200, or bounds that fit no size.
         """
         _check_shape(width, height)
         if self.max_pixels is not None and width * height > self.max_pixels:
@@ -68,7 +68,7 @@ class SizeRule:
             width, height = int(width * scale), int(height * scale)
         for _ in range(MAX_SIZE_PASSES):
             if min(width, height) < 1:
-                raise DataError(f"data.max_pixels={self.max_pixels} leaves it {width}x{height} pixels; raise it")
+                raise MediaError(f"data.max_pixels={self.max_pixels} leaves it {width}x{height} pixels; raise it")
             # truncating can lift a ratio near 200 above it, which smart_resize would refuse
             width, height = min(width, MAX_ASPECT_RATIO * height), min(height, MAX_ASPECT_RATIO * width)
             new_height, new_width = smart_resize(
@@ -77,7 +77,7 @@ class SizeRule:
             if (new_width, new_height) == (width, height):
                 return width, height
             width, height = new_width, new_height
-        raise DataError(
+        raise MediaError(
             f"no size fits the processor's bounds of {self.processor_min_pixels} to {self.processor_max_pixels} "
             f"pixels in steps of {self.factor} (last tried {width}x{height}); crop it or widen the processor's bounds"
         )
@@ -93,110 +93,94 @@ class SizeRule:
 
 def _check_shape(width: int, height: int) -> None:
     if min(width, height) < 1:
-        raise DataError(f"its size is {width}x{height}: a side of zero pixels cannot be used; remove the row")
+        raise MediaError(f"its size is {width}x{height}: a side of zero pixels cannot be used; remove the row")
     ratio = max(width, height) / min(width, height)
     if ratio > MAX_ASPECT_RATIO:
-        raise DataError(
+        raise MediaError(
             f"its size is {width}x{height}: aspect ratio {ratio:.1f} is above the limit of {MAX_ASPECT_RATIO}; "
             "crop or pad the picture, or remove the row"
         )
 
 
-def image_entries(cell: Any) -> list[Any]:
-    """The pictures of one cell as a list.
-
-    Accepts None, "", one entry, a list of entries, or a list of paths written as JSON text.
-    """
-    if cell is None or (isinstance(cell, str) and not cell.strip()):
-        return []
-    if isinstance(cell, str) and cell.lstrip().startswith("["):
-        try:
-            cell = json.loads(cell)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{cell[:80]!r} starts like a JSON list but is not one ({error}); write a list") from None
-    if isinstance(cell, np.ndarray):
-        raise DataError(f"an array of shape {cell.shape} is not a picture; give PIL images, bytes or paths")
-    if isinstance(cell, Sequence) and not isinstance(cell, (str, bytes, bytearray)):
-        return list(cell)
-    return [cell]
-
-
-def source_key(entry: Any, image_dir: str | None = None) -> Hashable:
-    """Equal for entries that hold the same bytes, name the same file or are the same object. Opens nothing.
-
-    For an object it is its id: valid while the object is kept.
-    """
-    if isinstance(entry, Mapping):
-        entry = entry["path"] if entry.get("bytes") is None and entry.get("path") else entry.get("bytes")
-    if isinstance(entry, (bytes, bytearray, memoryview)):
-        return "bytes", hashlib.blake2b(entry, digest_size=16).digest()
-    if isinstance(entry, (str, Path)):
-        return "path", str(Path(image_dir or "", entry))
-    return "object", id(entry)
-
-
-def decode_image(entry: Any, image_dir: str | None = None) -> Image.Image:
+def decode_image(entry: Any, image_dir: str | None = None, allow_remote: bool = False) -> Image.Image:
     """Decodes one picture to 8-bit RGB, upright, transparency on white; of an animation the first frame.
 
-    entry: PIL image, bytes, {"bytes", "path"} or a path; relative paths are joined to image_dir when that is set.
-    Pictures with more than 8 bits a channel are scaled, not clipped. Raises DataError when the picture is missing or
+    entry: PIL image, bytes, base64 text, data URI, path, URL or a mapping with one of them under "bytes", "path",
+    "url", "image_url" or "image". Relative paths are joined to image_dir when that is set; http(s) is read with
+    allow_remote.
+    Pictures with more than 8 bits a channel are scaled, not clipped. Raises MediaError when the picture is missing or
     broken.
     """
-    image = load_image(entry, image_dir)
+    image = load_image(entry, image_dir, allow_remote)
     try:
         return to_rgb(ImageOps.exif_transpose(image))
     except Exception as error:  # a decoder may raise anything on bad bytes; the cause goes into the message
-        raise DataError(f"cannot be converted to RGB: {_reason(error)}; replace the file or remove the row") from error
+        reason = f"{_looks(image)}cannot be converted to RGB: {_reason(error)}; replace the file or remove the row"
+        raise MediaError(reason) from error
 
 
-def image_size(entry: Any, image_dir: str | None = None) -> tuple[int, int]:
-    """(width, height), upright, of a picture that was proven to decode.
+@dataclass(frozen=True)
+class ImageFacts:
+    """Of a picture that was proven to decode: (width, height), upright, and whether more frames follow the first."""
 
-    Raises DataError like decode_image, but makes no RGB copy.
-    """
-    image = load_image(entry, image_dir)
+    size: tuple[int, int]
+    animated: bool = False
+
+
+def image_facts(entry: Any, image_dir: str | None = None, allow_remote: bool = False) -> ImageFacts:
+    """Raises MediaError like decode_image, but makes no RGB copy."""
+    image = load_image(entry, image_dir, allow_remote)
     try:
         orientation = image.getexif().get(0x0112, 1)
     except Exception as error:
-        raise DataError(f"its EXIF data are broken: {_reason(error)}; strip them or remove the row") from error
-    return (image.height, image.width) if orientation in (5, 6, 7, 8) else image.size
+        text = f"{_looks(image)}its EXIF data are broken: {_reason(error)}; strip them or remove the row"
+        raise MediaError(text) from error
+    size = (image.height, image.width) if orientation in (5, 6, 7, 8) else image.size
+    return ImageFacts(size, image.format in ANIMATED_FORMATS and image.is_animated)
 
 
-def load_image(entry: Any, image_dir: str | None = None) -> Image.Image:
-    """Opens one picture and reads all of its pixels, in whatever mode it is stored. Raises DataError."""
-    source = _source(entry, image_dir)
-    name = "" if isinstance(source, (Image.Image, io.BytesIO)) else f"{source}: "
+def image_size(entry: Any, image_dir: str | None = None, allow_remote: bool = False) -> tuple[int, int]:
+    """(width, height), upright, of a picture that was proven to decode. Raises MediaError."""
+    return image_facts(entry, image_dir, allow_remote).size
+
+
+def load_image(entry: Any, image_dir: str | None = None, allow_remote: bool = False) -> Image.Image:
+    """Opens one picture and reads all pixels of its first frame, in whatever mode it is stored. Raises MediaError."""
+    source = read_entry(entry, image_dir, allow_remote)
+    name = f"{source}: " if isinstance(source, Path) else ""
+    image = None
     try:
-        image = source if isinstance(source, Image.Image) else Image.open(source)
-        _check_shape(*image.size)
+        image = source if isinstance(source, Image.Image) else Image.open(_openable(source))
+        check_size(*image.size)
         image.load()
-    except DataError as error:
-        raise DataError(f"{name}{error}") from None
+    except MediaError as error:
+        raise MediaError(f"{name}{_looks(image)}{error}") from None
     except Exception as error:  # Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error ...
-        raise DataError(f"{name}cannot be decoded: {_reason(error)}; replace the file or remove the row") from error
+        text = f"{name}{_looks(image)}cannot be decoded: {_reason(error)}; replace the file or remove the row"
+        raise MediaError(text) from error
     return image
 
 
-def _source(entry: Any, image_dir: str | None) -> Image.Image | io.BytesIO | Path:
-    if isinstance(entry, Image.Image):
-        return entry
-    if isinstance(entry, (bytes, bytearray, memoryview)):
-        return io.BytesIO(entry)
-    if isinstance(entry, Mapping):
-        if entry.get("bytes") is not None:
-            return io.BytesIO(entry["bytes"])
-        if entry.get("path"):
-            return _source(entry["path"], image_dir)
-        raise DataError(f"a picture needs 'bytes' or 'path', this one has keys {sorted(entry)} and neither is filled")
-    if isinstance(entry, (str, Path)):
-        if str(entry).startswith(("http://", "https://", "data:")):
-            raise DataError(f"{str(entry)[:60]!r}: links and data URIs are not read; give bytes or a local path")
-        path = Path(image_dir or "", entry).expanduser()
-        if not path.is_file():
-            what = "is a folder, not a picture" if path.is_dir() else "does not exist"
-            raise DataError(f"{path} {what}; check the path or data.image_dir (now {image_dir!r})")
-        return path
-    raise DataError(f"{type(entry).__name__} is not a picture; give a PIL image, bytes, {{'bytes', 'path'}} or a path")
+def _openable(source: bytes | Path) -> io.BytesIO | Path:
+    return source if isinstance(source, Path) else io.BytesIO(source)
+
+
+def check_size(width: int, height: int) -> None:
+    """Raises MediaError for what must not be decoded: no pixel at all, a line, or a claim of more than Pillow's limit
+    against decompression bombs."""
+    _check_shape(width, height)
+    if width * height > Image.MAX_IMAGE_PIXELS:
+        raise MediaError(
+            f"its size is {width}x{height}, more than the {Image.MAX_IMAGE_PIXELS} pixels that are decoded (small "
+            "files can claim any size); shrink it or remove the row"
+        )
+
+
+def _looks(image: Image.Image | None) -> str:
+    """What is known of a picture at fault."""
+    if image is None or image.format is None:
+        return ""
+    return f"({image.format}, {image.width}x{image.height}) "
 
 
 def _reason(error: Exception) -> str:
@@ -207,7 +191,11 @@ def _reason(error: Exception) -> str:
 def to_rgb(image: Image.Image) -> Image.Image:
     """8-bit RGB. Transparency is composited on white; 16-bit, 32-bit and float pictures are scaled to 8 bits."""
     if image.mode.startswith("I") or image.mode == "F":
-        return Image.fromarray(_to_8_bit(np.asarray(image))).convert("RGB")
+        values = np.asarray(image)
+        grey, transparent = _to_8_bit(values), image.info.get("transparency")
+        if transparent is not None:
+            grey[values == transparent] = 255
+        return Image.fromarray(grey).convert("RGB")
     if not image.has_transparency_data:
         return image.convert("RGB")
     if image.mode == "La":

@@ -1,14 +1,12 @@
-"""One row of a data set becomes one Prompt: messages, chat template text, expanded token ids, resized pictures,
-processed pixels.
+"""One row of a data set becomes one Prompt: messages, chat template text, expanded token ids, resized pictures and
+frames, processed pixels.
 
-Rows have EasyR1's shape: a text column with `<image>` marks, a column with a list of pictures, an answer column; every
-other column is carried along.
+schemas.py says what a row of whatever shape means, conversation.py makes messages of it.
 Everything that the trainer and the rollout server see of a row is made here once, so that both count the same number
-of image tokens.
+of image and video tokens.
 """
 
-import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +16,16 @@ import torch
 from PIL import Image
 
 from grpo_vlm.config import read_template
-from grpo_vlm.data.media import SizeRule, image_entries, image_size, source_key
-from grpo_vlm.data.pictures import Picture, Pictures
-from grpo_vlm.errors import ConfigError, DataError
+from grpo_vlm.data.conversation import IMAGE, VIDEO, WORDS, Conversation, Converser
+from grpo_vlm.data.entries import inside, source_key
+from grpo_vlm.data.media import SizeRule, image_facts
+from grpo_vlm.data.pictures import Clip, MediaSettings, Picture, Pictures, metadata
+from grpo_vlm.data.schemas import Keys, RawRow, Schema, answer_text, detect
+from grpo_vlm.data.video import ClipShape, clip_shape
+from grpo_vlm.errors import ConfigError, DataError, MediaError
 
-IMAGE_MARK = "<image>"
 TEXT_CACHE_SIZE = 4096  # rendered and tokenised questions kept per process: generated data sets repeat a few hundred
+MediaSize = tuple[int, int] | ClipShape  # of a picture, (width, height); of a video, what is shown of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,17 +33,19 @@ class Prompt:
     """A question as the trainer and the rollout engines use it.
 
     row_id: "FILE:INDEX", follows the sample into metrics, samples and errors.
-    messages: chat messages; content is a list of {"type": "text", "text": ...} and {"type": "image"} parts in reading
-    order.
-    text: the rendered chat template with ONE image placeholder token per picture (what a server that expands itself
-    wants).
-    token_ids: the tokenised text with one placeholder per merged patch (what the trainer's forward pass wants).
+    messages: chat messages; content is a list of {"type": "text", "text": ...}, {"type": "image"} and {"type":
+    "video"} parts in reading order.
+    text: the rendered chat template with ONE placeholder token per picture and video (what a server that expands
+    itself wants).
+    token_ids: the tokenised text with one placeholder per merged patch, and with the time stamps that a model wants
+    between frames (what the trainer's forward pass wants).
     images: RGB pictures already at a size that the processor leaves unchanged, in the order of the marks.
     image_keys: a hash of the content of each picture, equal for equal pictures of any row.
     pixels: float32 [patches, patch_dim] of each picture; prompts that were built together share those of equal ones.
     image_grid_thw: int64 [images, 3], patches along time, height and width, None without pictures.
-    ground_truth: the answer column as text.
+    ground_truth: the answer as text.
     columns: every column of the row but pictures and videos, under the names of the file.
+    videos: frames, processed pixels, grid and times of each video, in the order of the marks.
     """
 
     row_id: str
@@ -54,6 +58,7 @@ class Prompt:
     image_grid_thw: torch.Tensor | None
     ground_truth: str
     columns: dict[str, Any] = field(default_factory=dict)
+    videos: tuple[Clip, ...] = ()
 
     @property
     def pixel_values(self) -> torch.Tensor | None:
@@ -62,161 +67,222 @@ class Prompt:
             return None
         return self.pixels[0] if len(self.pixels) == 1 else torch.cat(self.pixels)
 
+    @property
+    def video_grid_thw(self) -> torch.Tensor | None:
+        """int64 [videos, 3], None without videos."""
+        return torch.stack([clip.grid for clip in self.videos]) if self.videos else None
+
 
 @dataclass(frozen=True)
 class _Question:
-    """The part of a prompt that depends on the text alone."""
+    """The part of a prompt that depends on the text and the times of frames alone.
 
-    messages: list[dict[str, Any]]
+    token_ids: one placeholder per picture and per grid step of a video.
+    """
+
     text: str
-    token_ids: list[int]  # one placeholder per picture
+    token_ids: list[int]
 
 
 class PromptBuilder:
     """Turns row dicts into Prompts with the settings of the `data` section and a Qwen-VL processor. Can be pickled for
     DataLoader workers.
 
+    animated: ids of the rows with a moving picture, of which only the first frame is used, as far as they were
+    measured.
     Raises ConfigError when the format_prompt or override_chat_template file is absent or not usable.
     """
 
     def __init__(self, data_config: Any, processor: Any):
         self.processor = processor
-        self.prompt_key = data_config.prompt_key
-        self.answer_key = data_config.answer_key
-        self.image_key = data_config.image_key
-        self.video_key = data_config.video_key
-        self.image_dir = data_config.image_dir
-        self.system_prompt = data_config.system_prompt
+        self.keys = Keys.of(data_config)
         self.max_prompt_length = data_config.max_prompt_length
-        self.size_rule = SizeRule.of(processor.image_processor, data_config.min_pixels, data_config.max_pixels)
+        self.skip_bad_media = data_config.on_bad_media == "skip"
+        self.media = MediaSettings.of(processor, data_config)
+        self.animated: set[str] = set()
+        self.schemas: list[Schema] = []
+        self._system_prompt = data_config.system_prompt
         self._format_text = _read_format_prompt(data_config.format_prompt)
-        self._format = None if self._format_text is None else _jinja().from_string(self._format_text)
+        self._converser = self._make_converser()
         path = self._chat_template_path = data_config.override_chat_template
         self._chat_template = None if path is None else read_template("data.override_chat_template", path)
-        self._questions: dict[str, _Question] = {}
+        self._questions: dict[Hashable, _Question] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_format": None, "_questions": {}}  # compiled templates cannot be pickled
+        return self.__dict__ | {"_converser": None, "_questions": {}}  # compiled templates cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._format = None if self._format_text is None else _jinja().from_string(self._format_text)
+        self._converser = self._make_converser()
+
+    def _make_converser(self) -> Converser:
+        template = None if self._format_text is None else _jinja().from_string(self._format_text)
+        return Converser(self._system_prompt, template)
+
+    @property
+    def size_rule(self) -> SizeRule:
+        """Of pictures."""
+        return self.media.images
+
+    def learn(self, columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]]) -> Schema:
+        """The shape of rows with these columns, which rows that fit it are read by from now on; a mixture is learnt
+        part by part. Raises DataError when nothing fits."""
+        schema = detect(columns, first_rows, self.keys)
+        if schema not in self.schemas:
+            self.schemas.append(schema)
+        return schema
 
     def pictures(self) -> Pictures:
         """An empty store for prompts that are built together."""
-        return Pictures(self.processor.image_processor, self.size_rule, self.image_dir)
+        return Pictures(self.media)
 
     def build(self, row: Mapping[str, Any], row_id: str, pictures: Pictures | None = None) -> Prompt:
         """Decodes and processes one row; what `pictures` has is taken from there. Raises DataError naming row,
         column, picture and remedy."""
-        question = self._question(row, row_id)
-        shown = self._shown(row, row_id, self.pictures() if pictures is None else pictures)
-        counts = [self.size_rule.final_tokens(*picture.image.size) for picture in shown]
-        token_ids = self._expand(question.token_ids, counts)
-        self._check_length(row_id, len(token_ids), sum(counts))
-        grids = torch.stack([picture.grid for picture in shown]) if shown else None
-        if shown:
-            merged = grids.prod(-1) // self.size_rule.merge_size**2
-            assert merged.tolist() == counts, f"{row_id}: image tokens {counts}, the processor made {merged.tolist()}"
+        pictures = self.pictures() if pictures is None else pictures
+        schema, raw, talk = self._read(row, row_id)
+        shown = [self._made(schema.image, IMAGE, i, e, pictures.get, row_id) for i, e in enumerate(talk.images)]
+        clips = [self._made(schema.video, VIDEO, i, e, pictures.clip, row_id) for i, e in enumerate(talk.videos)]
+        question = self._question(talk, [clip.shape for clip in clips], row_id)
+        token_ids = self._expand(question.token_ids, shown, clips)
+        self._check_length(row_id, len(token_ids), self._media_tokens(shown, clips))
+        columns = raw.columns | ({schema.prompt: talk.messages} if schema.conversation else {})
         return Prompt(
             row_id=row_id,
-            messages=question.messages,
+            messages=talk.messages,
             text=question.text,
             token_ids=token_ids,
             images=[picture.image for picture in shown],
             image_keys=tuple(picture.key for picture in shown),
             pixels=tuple(picture.pixels for picture in shown),
-            image_grid_thw=grids,
-            ground_truth=self._ground_truth(row, row_id),
-            columns={key: value for key, value in row.items() if key not in (self.image_key, self.video_key)},
+            image_grid_thw=torch.stack([picture.grid for picture in shown]) if shown else None,
+            ground_truth=answer_text(raw.answer),
+            columns=columns,
+            videos=tuple(clips),
         )
 
+    def answer(self, row: Mapping[str, Any], row_id: str) -> str:
+        """The gold answer as the reward gets it. Raises DataError like build()."""
+        return answer_text(self._read(row, row_id)[1].answer)
+
     def picture_sources(self, row: Mapping[str, Any]) -> list[Hashable]:
-        """What tells the row's pictures from those of other rows before one is opened; [] where a cell is faulty."""
+        """What tells the row's pictures and videos from those of other rows before one is opened, as (kind, key); []
+        where a cell is faulty."""
         try:
-            return [source_key(entry, self.image_dir) for entry in image_entries(row.get(self.image_key))]
+            _, _, talk = self._read(row, "")
         except DataError:  # build() says what is wrong
             return []
+        files = [*talk.images, *(file for entry in talk.videos for file in _files(entry))]
+        return [source_key(file, self.media.folder) for file in files]
 
-    def picture_sizes(self, row: Mapping[str, Any], row_id: str) -> list[tuple[int, int]]:
-        """Original (width, height) of the row's pictures, each proven to decode.
+    def picture_sizes(self, row: Mapping[str, Any], row_id: str) -> list[MediaSize]:
+        """Of the row's pictures their original (width, height), of its videos the frames that are shown; each proven
+        to decode.
 
         Uses neither tokenizer nor template: safe in threads.
         """
-        sizes = []
-        for index, entry in enumerate(self._entries(row, row_id)):
-            try:
-                sizes.append(image_size(entry, self.image_dir))
-                self.size_rule.target(*sizes[-1])
-            except DataError as error:
-                raise self._picture_error(row_id, index, error) from error.__cause__
+        schema, _, talk = self._read(row, row_id)
+        sizes: list[MediaSize] = []
+        for index, entry in enumerate(talk.images):
+            sizes.append(
+                self._made(schema.image, IMAGE, index, entry, lambda e: self._picture_size(e, row_id), row_id)
+            )
+        for index, entry in enumerate(talk.videos):
+            sizes.append(self._made(schema.video, VIDEO, index, entry, self._clip_shape, row_id))
         return sizes
 
-    def prompt_length(self, row: Mapping[str, Any], row_id: str, sizes: list[tuple[int, int]]) -> int:
-        """Tokens of the prompt after image expansion, from arithmetic alone.
+    def prompt_length(self, row: Mapping[str, Any], row_id: str, sizes: Sequence[MediaSize]) -> int:
+        """Tokens of the prompt after expansion, from arithmetic alone.
 
-        Checks everything but the pictures. Raises DataError.
+        Checks everything but the media. Raises DataError.
         """
-        self._ground_truth(row, row_id)
-        return len(self._question(row, row_id).token_ids) + self.image_tokens(sizes) - len(sizes)
+        _, _, talk = self._read(row, row_id)
+        clips = [size for size in sizes if isinstance(size, ClipShape)]
+        question = self._question(talk, clips, row_id)
+        placeholders = len(sizes) - len(clips) + sum(map(self._grid_steps, clips))
+        return len(question.token_ids) + self.image_tokens(sizes) - placeholders
 
-    def image_tokens(self, sizes: list[tuple[int, int]]) -> int:
-        """Tokens that pictures of these original sizes take in the prompt."""
-        return sum(self.size_rule.tokens(*size) for size in sizes)
+    def image_tokens(self, sizes: Sequence[MediaSize]) -> int:
+        """Tokens that media of these sizes take in the prompt, time stamps not counted."""
+        return sum(
+            self._grid_steps(size) * self._frame_tokens(size)
+            if isinstance(size, ClipShape)
+            else self.size_rule.tokens(*size)
+            for size in sizes
+        )
 
-    def _question(self, row: Mapping[str, Any], row_id: str) -> _Question:
-        problem = self._cell(row, row_id, self.prompt_key)
-        if not isinstance(problem, str) or not problem.strip():
-            raise DataError(
-                f"{row_id}: column {self.prompt_key!r} must hold the question as text, found "
-                f"{type(problem).__name__} {str(problem)[:60]!r}; fix the row or set data.prompt_key"
-            )
-        if _filled(row.get(self.video_key)):
-            raise DataError(
-                f"{row_id}: column {self.video_key!r} is filled, but videos are not supported yet; remove the column "
-                "or set data.video_key to a name that the rows do not have"
-            )
-        marks, found = problem.count(IMAGE_MARK), len(self._entries(row, row_id))
-        if marks != found:
-            absent = "" if self.image_key in row else f" (there is no such column; present: {', '.join(row)})"
-            raise DataError(
-                f"{row_id}: {marks} {IMAGE_MARK} marks in column {self.prompt_key!r} but {found} pictures in column "
-                f"{self.image_key!r}{absent}; text starts {problem[:60]!r}; make them equal or set data.image_key"
-            )
-        question = self._questions.get(problem)
+    def _grid_steps(self, shape: ClipShape) -> int:
+        return len(shape.indices) // self.media.videos.temporal
+
+    def _frame_tokens(self, shape: ClipShape) -> int:
+        width, height = shape.size
+        return width * height // self.media.videos.factor**2
+
+    def _picture_size(self, entry: Any, row_id: str) -> tuple[int, int]:
+        facts = image_facts(entry, self.media.folder, self.media.allow_remote)
+        self.size_rule.target(*facts.size)
+        if facts.animated:
+            self.animated.add(row_id)
+        return facts.size
+
+    def _clip_shape(self, entry: Any) -> ClipShape:
+        return clip_shape(entry, self.media.videos, self.media.folder, self.media.allow_remote)
+
+    def _made(self, column: str, kind: str, index: int, entry: Any, make: Any, row_id: str) -> Any:
+        """make(entry), whose faults get their place."""
+        try:
+            return make(entry)
+        except MediaError as error:
+            word = WORDS[kind].removesuffix("s")
+            raise MediaError(f"{row_id}: column {column!r}, {word} {index}: {error}") from error.__cause__
+
+    def _read(self, row: Mapping[str, Any], row_id: str) -> tuple[Schema, RawRow, Conversation]:
+        schema = next((schema for schema in self.schemas if schema.fits(row)), None)
+        if schema is None and self.schemas:
+            schema = self.schemas[0]  # which says what the row lacks
+        if schema is None:
+            try:
+                schema = detect(list(row), [row], self.keys)
+            except DataError as error:
+                raise DataError(f"{row_id}: {error}") from None
+        raw = schema.read(row, row_id)
+        return schema, raw, self._converser.converse(raw, schema, row_id)
+
+    def _question(self, talk: Conversation, clips: Sequence[ClipShape], row_id: str) -> _Question:
+        key = talk.key, tuple(clips)
+        question = self._questions.get(key)
         if question is None:
-            question = self._render(problem, marks, row_id)
+            question = self._render(talk, clips, row_id)
             if len(self._questions) >= TEXT_CACHE_SIZE:
                 self._questions.clear()
-            self._questions[problem] = question
+            self._questions[key] = question
         return question
 
-    def _render(self, problem: str, marks: int, row_id: str) -> _Question:
-        written = problem if self._format is None else self._format.render(content=problem)
-        if written.count(IMAGE_MARK) != marks:
-            raise DataError(
-                f"{row_id}: data.format_prompt turns {marks} {IMAGE_MARK} marks into {written.count(IMAGE_MARK)}; "
-                "the template must write `content` exactly once and no mark of its own"
-            )
-        content: list[dict[str, Any]] = []
-        for index, part in enumerate(written.split(IMAGE_MARK)):
-            if index:
-                content.append({"type": "image"})
-            if part:
-                content.append({"type": "text", "text": part})
-        messages = [{"role": "user", "content": content}]
-        if self.system_prompt:
-            messages.insert(0, {"role": "system", "content": [{"type": "text", "text": self.system_prompt}]})
-        text = self._apply_chat_template(messages)
-        token_ids = self.processor.tokenizer(text, truncation=False)["input_ids"]
-        placeholders = token_ids.count(self.processor.image_token_id)
-        if placeholders != marks or self.processor.video_token_id in token_ids:
-            raise DataError(
-                f"{row_id}: the chat template gives {placeholders} image tokens for {marks} pictures; the text "
-                f"{problem[:60]!r} may hold {self.processor.image_token!r} or {self.processor.video_token!r} itself "
-                "(remove it), or the chat template does not write images"
-            )
-        return _Question(messages, text, token_ids)
+    def _render(self, talk: Conversation, clips: Sequence[ClipShape], row_id: str) -> _Question:
+        processor, text = self.processor, self._apply_chat_template(talk.messages)
+        for kind, token, wanted in (
+            (IMAGE, processor.image_token, len(talk.images)),
+            (VIDEO, processor.video_token, len(talk.videos)),
+        ):
+            found = text.count(token)
+            if found != wanted:
+                raise DataError(
+                    f"{row_id}: the chat template gives {found} {kind} tokens for {wanted} {WORDS[kind]}; the text "
+                    f"{talk.shown!r} may hold {token!r} itself (remove it), or the chat template does not write "
+                    f"{kind}s"
+                )
+        first, *others = text.split(processor.video_token)
+        stamped = first + "".join(self._steps(clip) + after for clip, after in zip(clips, others, strict=True))
+        return _Question(text, processor.tokenizer(stamped, truncation=False)["input_ids"])
+
+    def _steps(self, shape: ClipShape) -> str:
+        """What the processor writes for a video with one placeholder for each grid step."""
+        side = self.processor.video_processor.merge_size
+        made = {
+            "video_grid_thw": torch.tensor([[self._grid_steps(shape), side, side]]),
+            "video_metadata": [metadata(shape)],
+        }
+        return self.processor.replace_video_token(made, 0)
 
     def _apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
         try:
@@ -229,57 +295,39 @@ class PromptBuilder:
             place = f"{self._chat_template_path}, line {error.lineno}"
             raise ConfigError(f"data.override_chat_template: {place}: {error.message}; fix it") from None
 
-    def _expand(self, token_ids: list[int], counts: list[int]) -> list[int]:
-        counts_left = iter(counts)
-        image_token = self.processor.image_token_id
-        return [t for token in token_ids for t in ([token] * next(counts_left) if token == image_token else [token])]
+    def _expand(self, token_ids: list[int], shown: Sequence[Picture], clips: Sequence[Clip]) -> list[int]:
+        """One placeholder per merged patch in the place of each picture and each grid step."""
+        pictures = iter([_merged(picture.grid, self.size_rule.merge_size) for picture in shown])
+        merge = self.processor.video_processor.merge_size
+        steps = iter([_merged(clip.grid, merge) // int(clip.grid[0]) for clip in clips for _ in range(clip.grid[0])])
+        counts = {self.processor.image_token_id: pictures, self.processor.video_token_id: steps}
+        return [t for token in token_ids for t in ([token] * next(counts[token]) if token in counts else [token])]
 
-    def _check_length(self, row_id: str, tokens: int, image_tokens: int) -> None:
+    def _media_tokens(self, shown: Sequence[Picture], clips: Sequence[Clip]) -> int:
+        return sum(_merged(item.grid, self.size_rule.merge_size) for item in (*shown, *clips))
+
+    def _check_length(self, row_id: str, tokens: int, media_tokens: int) -> None:
         if tokens > self.max_prompt_length:
-            raise DataError(overlong_message(row_id, tokens, image_tokens, self.max_prompt_length))
+            raise DataError(overlong_message(row_id, tokens, media_tokens, self.max_prompt_length))
 
-    def _shown(self, row: Mapping[str, Any], row_id: str, pictures: Pictures) -> list[Picture]:
-        shown = []
-        for index, entry in enumerate(self._entries(row, row_id)):
-            try:
-                shown.append(pictures.get(entry))
-            except DataError as error:
-                raise self._picture_error(row_id, index, error) from error.__cause__
-        return shown
 
-    def _entries(self, row: Mapping[str, Any], row_id: str) -> list[Any]:
-        try:
-            return image_entries(row.get(self.image_key))
-        except DataError as error:
-            raise DataError(f"{row_id}: column {self.image_key!r}: {error}") from None
+def _merged(grid: torch.Tensor, merge_size: int) -> int:
+    return int(grid.prod()) // merge_size**2
 
-    def _picture_error(self, row_id: str, index: int, error: DataError) -> DataError:
-        return DataError(f"{row_id}: column {self.image_key!r}, picture {index}: {error}")
 
-    def _ground_truth(self, row: Mapping[str, Any], row_id: str) -> str:
-        answer = self._cell(row, row_id, self.answer_key)
-        if answer is None:
-            raise DataError(f"{row_id}: column {self.answer_key!r} is empty; fill the answer or remove the row")
-        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
-
-    def _cell(self, row: Mapping[str, Any], row_id: str, key: str) -> Any:
-        if key not in row:
-            raise DataError(
-                f"{row_id}: no column {key!r}; present: {', '.join(row)}; rename it or set the data.*_key options"
-            )
-        return row[key]
+def _files(entry: Any) -> list[Any]:
+    """The files of one video: itself, or its frames."""
+    source = inside(entry) if isinstance(entry, Mapping) else entry
+    return list(source) if isinstance(source, (list, tuple)) else [source]
 
 
 def overlong_message(row_id: str, tokens: int, image_tokens: int, limit: int) -> str:
     """Why a prompt is refused, with the numbers and the ways out."""
     return (
-        f"{row_id}: the prompt has {tokens} tokens ({image_tokens} of them for pictures), data.max_prompt_length is "
-        f"{limit}; raise it to {tokens}, lower data.max_pixels, or set data.filter_overlong_prompts=true"
+        f"{row_id}: the prompt has {tokens} tokens ({image_tokens} of them for media), data.max_prompt_length is "
+        f"{limit}; raise it to {tokens}, lower data.max_pixels (for videos also data.video_max_frames), or set "
+        "data.filter_overlong_prompts=true"
     )
-
-
-def _filled(cell: Any) -> bool:
-    return cell is not None and (not isinstance(cell, (str, list, tuple)) or len(cell) > 0)
 
 
 def _jinja() -> jinja2.Environment:

@@ -1,45 +1,66 @@
-"""Where rows come from: "PATH[@split]" or a list of dicts behind one small interface.
+"""Where rows come from: "PATH[@split],PATH[@split]" or a list of dicts, behind one small interface.
 
-JSON is read by Python itself (exact line numbers in errors, rows may differ in their keys); everything else by the
-`datasets` library, memory-mapped, with
-pictures left as bytes: decoding is media.py's job.
+Parquet and JSON files are read by parquet.py and json_files.py, a few rows at a time; a URL through a copy in the
+cache (remote.py); everything else by the `datasets` library, memory-mapped. Pictures are left as bytes: decoding is
+media.py's job.
 """
 
-import json
 import os
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
 import pyarrow as pa
 
+from grpo_vlm.config.locations import scheme_of, split_source, split_sources
+from grpo_vlm.data.cache import content_hash
+from grpo_vlm.data.json_files import LineSource, holds_list, read_list
+from grpo_vlm.data.parquet import ParquetSource
+from grpo_vlm.data.remote import local_copy
 from grpo_vlm.errors import DataError
+from grpo_vlm.hub import SWITCH, data_folder, uses_modelscope
 
 FILE_TYPES = (".parquet", ".json", ".jsonl")
+BATCH_ROWS = 256
 
 
 class RowSource(Protocol):
-    """Rows by index. name: goes into row ids; columns: in file order."""
+    """Rows by number. name: goes into row ids; columns: in file order; notes: what the user should know."""
 
     name: str
     columns: list[str]
+    notes: list[str]
 
     def __len__(self) -> int: ...
 
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
         """Rows [start, stop) as dicts, pictures undecoded."""
 
+    def batches(self) -> Iterator[list[dict[str, Any]]]:
+        """All rows in order, some at a time."""
+
+    def row_id(self, row: int) -> str:
+        """FILE:INDEX of a row."""
+
+    def digest(self) -> str | None:
+        """A hash of the content, which a run with the same rows finds again; None when there is no such thing."""
+
 
 class ListSource:
-    """Rows held in memory. columns is the union over all rows, since JSON rows may leave keys out."""
+    """Rows held in memory. columns is the union over all rows, since JSON rows may leave keys out. file: where they
+    were read from."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str):
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str, file: Path | None = None):
         for index, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise DataError(f"{name}:{index}: a row must be a dict of columns, got {type(row).__name__}")
-        self.name = name
+        self.name, self.file = name, file
+        self.notes: list[str] = []
         self._rows = list(rows)
         self.columns = list(dict.fromkeys(str(key) for row in self._rows for key in row))
 
@@ -49,12 +70,25 @@ class ListSource:
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
         return [dict(row) for row in self._rows[start:stop]]
 
+    def batches(self) -> Iterator[list[dict[str, Any]]]:
+        return (self.rows(start, start + BATCH_ROWS) for start in range(0, len(self), BATCH_ROWS))
+
+    def row_id(self, row: int) -> str:
+        return f"{self.name}:{row}"
+
+    def digest(self) -> str | None:
+        return None if self.file is None else f"{content_hash([self.file])} {len(self)} of {self.name}"
+
 
 class ArrowSource:
-    """Rows of a `datasets.Dataset`. The arrow format gives image columns as {bytes, path} instead of decoding them."""
+    """Rows of a `datasets.Dataset`. The arrow format gives image columns as {bytes, path} instead of decoding them.
 
-    def __init__(self, dataset: datasets.Dataset, name: str):
-        self.name = name
+    named: it comes from a name that finds the same rows again, so that its files tell its content.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, name: str, named: bool = True):
+        self.name, self._named = name, named
+        self.notes: list[str] = []
         self.columns = list(dataset.column_names)
         self._dataset = dataset.with_format("arrow")
 
@@ -64,49 +98,136 @@ class ArrowSource:
     def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
         return self._dataset[start:stop].to_pylist()
 
+    def batches(self) -> Iterator[list[dict[str, Any]]]:
+        return (self.rows(start, start + BATCH_ROWS) for start in range(0, len(self), BATCH_ROWS))
+
+    def row_id(self, row: int) -> str:
+        return f"{self.name}:{row}"
+
+    def digest(self) -> str | None:
+        files = [Path(file["filename"]) for file in self._dataset.cache_files]
+        return f"{content_hash(files)} {len(self)} of {self.name}" if self._named and files else None
+
+
+class MixedSource:
+    """Several sources, one after the other. Names of parts that are the same get their folder or a number."""
+
+    def __init__(self, parts: Sequence[RowSource]):
+        self.parts = parts
+        self.name = ",".join(part.name for part in parts)
+        self.notes = [note for part in parts for note in part.notes]
+        self.columns = list(dict.fromkeys(column for part in parts for column in part.columns))
+        self._starts = [0, *accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def part_of(self, row: int) -> tuple[int, int]:
+        """Number of the part that holds a row, and the row's number in it."""
+        part = bisect_right(self._starts, row) - 1
+        return part, row - self._starts[part]
+
+    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for part, first in zip(self.parts, self._starts, strict=False):
+            low, high = max(start - first, 0), min(stop - first, len(part))
+            if low < high:
+                found += part.rows(low, high)
+        return found
+
+    def batches(self) -> Iterator[list[dict[str, Any]]]:
+        return (batch for part in self.parts for batch in part.batches())
+
+    def row_id(self, row: int) -> str:
+        part, within = self.part_of(row)
+        return self.parts[part].row_id(within)
+
+    def digest(self) -> str | None:
+        found = [part.digest() for part in self.parts]
+        return None if None in found else " ".join(map(str, found))
+
+
+def parts_of(source: RowSource) -> Sequence[RowSource]:
+    """The parts of a mixture; the source itself where it is none."""
+    return source.parts if isinstance(source, MixedSource) else [source]
+
 
 def open_source(source: str | Sequence[Mapping[str, Any]]) -> RowSource:
-    """Opens rows: a list of dicts, or "PATH[@split]" with a parquet, json or jsonl file, a folder or a hub id (split
-    "train" when left out).
+    """Opens rows: a list of dicts, or one or several "PATH[@split]" with commas between, each a parquet, json or jsonl
+    file, a folder, a URL of one (s3://, hdfs://, memory:// ...) or a hub id (split "train" when left out).
 
-    Raises DataError when it does not exist, cannot be read, has no such split, or is empty.
+    Raises DataError when one does not exist, cannot be read, has no such split, or is empty.
     """
     if isinstance(source, str):
-        opened = _open_path(source)
+        named = split_sources(source)
+        opened = [_open_path(part) for part in named]
+        for part, name in zip(opened, _names(named, [part.name for part in opened]), strict=True):
+            part.name = name
     elif isinstance(source, datasets.Dataset):
-        opened = ArrowSource(source, "rows")
+        opened = [ArrowSource(source, "rows", named=False)]
     else:
-        opened = ListSource(source, "rows")
-    if len(opened) == 0:
-        raise DataError(f"{opened.name}: there are no rows; check the path and the split")
-    return opened
+        opened = [ListSource(source, "rows")]
+    for part in opened:
+        if len(part) == 0:
+            raise DataError(f"{part.name}: there are no rows; check the path and the split")
+    return opened[0] if len(opened) == 1 else MixedSource(opened)
+
+
+def _names(named: Sequence[str], short: Sequence[str]) -> list[str]:
+    """Names for row ids, each different: that of the file; where it is not the only one of that name its path as it
+    was given; where a path is given twice with a number."""
+    counts, seen, names = Counter(short), Counter(), []
+    for path, name in zip(named, short, strict=True):
+        name = name if counts[name] == 1 else path
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}({seen[name]})")
+    return names
 
 
 def _open_path(source: str) -> RowSource:
-    if not source.strip():
+    text, split = split_source(source)
+    if not text.strip():
         raise DataError("the path of the data set is empty; set data.train_files (and data.val_files) to PATH[@split]")
-    text, _, split = source.rpartition("@") if "@" in source and not Path(source).exists() else (source, "", "")
-    split = split or "train"
+    if not split:
+        raise DataError(f"{source!r} ends with @; name the split, e.g. {text}@train")
+    if scheme_of(text):
+        return _open_local(local_copy(text), text, split)
     path = Path(text).expanduser()
-    if path.is_dir():
-        return ArrowSource(_load_folder(path, split), _split_name(path.resolve().name, split))
-    if path.suffix.lower() in FILE_TYPES:
-        if not path.is_file():
-            raise DataError(f"{text} does not exist (looked in {Path.cwd()}); check the path")
-        return _open_file(path, split)
-    if path.is_file():
-        raise DataError(f"{text}: files of type {path.suffix or 'none'} are not read; use {', '.join(FILE_TYPES)}")
+    if path.exists() or path.suffix.lower() in FILE_TYPES:
+        return _open_local(path, text, split)
     if text.count("/") > 1 or text.startswith((".", "/", "~")):
         raise DataError(f"{text} does not exist (looked in {Path.cwd()}); give a file, a folder or a hub id")
+    if uses_modelscope():
+        return _open_folder(data_folder(text), _split_name(text, split), split)
     return ArrowSource(_load_hub(text, split), _split_name(text, split))
 
 
-def _open_file(path: Path, split: str) -> RowSource:
+def _open_local(path: Path, text: str, split: str) -> RowSource:
+    """A file or folder of this machine. text: how it was named."""
+    if path.is_dir():
+        return _open_folder(path, _split_name(path.resolve().name, split), split)
+    if not path.is_file():
+        raise DataError(f"{text} does not exist (looked in {Path.cwd()}); check the path")
+    if path.suffix.lower() not in FILE_TYPES:
+        raise DataError(f"{text}: files of type {path.suffix or 'none'} are not read; use {', '.join(FILE_TYPES)}")
+    name = _split_name(path.name, split)
     if path.suffix.lower() == ".parquet":
-        return ArrowSource(_load(str(path), "parquet", split, data_files=str(path)), _split_name(path.name, split))
-    rows = _read_json(path)
-    first, last = _slice(split, len(rows), path.name)
-    return ListSource(rows[first:last], _split_name(path.name, split))
+        return _open_parquet([path], name, split)
+    if holds_list(path):
+        rows = read_list(path)
+        first, last = _slice(split, len(rows), path.name)
+        return ListSource(rows[first:last], name, path)
+    lines = LineSource(path, name)
+    lines.select(*_slice(split, len(lines), path.name))
+    return lines
+
+
+def _open_parquet(paths: Sequence[Path], name: str, split: str) -> ParquetSource:
+    with _one_error(paths[0].name, split):
+        whole = ParquetSource(paths, name)
+    first, last = _slice(split, len(whole), paths[0].name)
+    whole.select(first, last)
+    return whole
 
 
 def _slice(split: str, num_rows: int, name: str) -> tuple[int, int]:
@@ -118,67 +239,45 @@ def _slice(split: str, num_rows: int, name: str) -> tuple[int, int]:
     return bounds.from_ or 0, num_rows if bounds.to is None else bounds.to
 
 
-def _read_json(path: Path) -> list[Any]:
-    """A JSON list of rows, or one row a line (blank lines are skipped, a byte-order mark is fine)."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(_not_utf8(path)) from None
-    if text.lstrip().startswith("["):
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}; fix this line") from None
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: not valid JSON: {error.msg}; write one row a line or a list of rows"
-                ) from None
-    return rows
-
-
-def _not_utf8(path: Path) -> str:
-    """The message about a file that is not UTF-8, with the place of its first wrong byte in the whole file."""
-    content = path.read_bytes()
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        place = f"line {line}, byte {error.start} of the file ({content[error.start]:#04x})"
-        return f"{path}, {place}: is not UTF-8; save the file as UTF-8 (iconv -f ENCODING -t UTF-8)"
-    raise AssertionError(f"{path} is UTF-8 now")
-
-
-def _load_folder(path: Path, split: str) -> datasets.Dataset:
+def _open_folder(path: Path, name: str, split: str) -> RowSource:
+    """A folder that `datasets` saved, or one with data files, whose names tell their splits."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        with _one_error(str(path), split):
-            saved = datasets.load_from_disk(str(path))
-        if isinstance(saved, datasets.Dataset):
-            first, last = _slice(split, len(saved), path.name)
-            return saved.select(range(first, last))
-        if split not in saved:
-            raise DataError(f"{path}: no split {split!r}; present: {', '.join(saved)}; write PATH@SPLIT")
-        return saved[split]
-    if not any(name for _, _, names in os.walk(path) for name in names):
+        return ArrowSource(_load_saved(path, split), name)
+    if not any(files for _, _, files in os.walk(path)):
         raise DataError(f"{path}: the folder is empty; put parquet or jsonl files in it")
-    return _load(str(path), str(path), split)
+    with _one_error(str(path), split):
+        found = datasets.load_dataset_builder(str(path)).config.data_files or {}
+    files = [Path(file) for file in found.get(split, ())]
+    if files and all(file.suffix == ".parquet" and file.is_file() for file in files):
+        return _open_parquet(files, name, "train")
+    return ArrowSource(_load(str(path), str(path), split), name)
+
+
+def _load_saved(path: Path, split: str) -> datasets.Dataset:
+    with _one_error(str(path), split):
+        saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.Dataset):
+        first, last = _slice(split, len(saved), path.name)
+        return saved.select(range(first, last))
+    if split not in saved:
+        raise DataError(f"{path}: no split {split!r}; present: {', '.join(saved)}; write PATH@SPLIT")
+    return saved[split]
 
 
 def _load_hub(name: str, split: str) -> datasets.Dataset:
     try:
         return _load(name, name, split)
     except DataError as error:
-        raise DataError(f"{name} is no file or folder in {Path.cwd()}, and as a hub data set: {error}") from error
+        raise DataError(
+            f"{name} is no file or folder in {Path.cwd()}, and as a data set of the Hugging Face hub: {error} "
+            f"({SWITCH}=1 asks ModelScope instead)"
+        ) from error
 
 
-def _load(shown: str, builder: str, split: str, **files: str) -> datasets.Dataset:
+def _load(shown: str, builder: str, split: str) -> datasets.Dataset:
     """datasets.load_dataset without progress bars."""
     with _one_error(shown, split), _no_progress_bars():
-        return datasets.load_dataset(builder, split=split, **files)
+        return datasets.load_dataset(builder, split=split)
 
 
 @contextmanager
@@ -186,6 +285,8 @@ def _one_error(shown: str, split: str) -> Iterator[None]:
     """The many error types of `datasets` become one DataError with the reason in a line."""
     try:
         yield
+    except DataError:
+        raise
     except pa.ArrowNotImplementedError as error:
         raise DataError(
             f"{shown}: a row group is too large for nested columns ({_line(error)}); write the file again with "

@@ -88,7 +88,7 @@ class PromptPool:
         """
         if not self._workers:
             return Pending(rows, indices)
-        parts = share_out({index: rows.picture_sources(index) for index in indices}, len(self._workers))
+        parts = share_out(rows.picture_sources(indices), len(self._workers))
         parts = [(worker, part) for worker, part in zip(self._workers, parts, strict=True) if part]
         return Pending(rows, indices, [_Share(worker, part, worker.ask(rows, part)) for worker, part in parts])
 

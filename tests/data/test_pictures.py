@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from grpo_vlm.data import PromptDataset, pictures
-from grpo_vlm.data.media import source_key
+from grpo_vlm.data.entries import source_key
 
 
 def png(picture: Image.Image) -> bytes:

@@ -1,5 +1,6 @@
 """Rows become prompts that the processor itself agrees with, on Qwen2.5-VL and Qwen3-VL."""
 
+import copy
 import pickle
 
 import pytest
@@ -86,15 +87,20 @@ def test_answers_that_are_not_text_become_text(processor, data_config):
     [
         (row(images=[RED, BLUE]), "rows:3: 1 <image> marks .* but 2 pictures .*'<image>What color\\?'"),
         (row("no mark"), "rows:3: 0 <image> marks .* but 1 pictures"),
-        ({"problem": "<image>?", "image": RED, "answer": "a"}, "no such column; present: problem, image, answer"),
+        ({"problem": "<image>?", "pic": RED, "answer": "a"}, "no such column; present: problem, pic, answer"),
         (row(answer=None), "rows:3: column 'answer' is empty"),
-        (row(problem=None), "rows:3: column 'problem' must hold the question as text, found NoneType"),
-        ({"problem": "a", "images": []}, "rows:3: no column 'answer'; present: problem, images"),
-        (row(videos=["a.mp4"]), "rows:3: column 'videos' is filled, but videos are not supported yet"),
+        (row(problem=None), "rows:3: column 'problem' must hold the question as text or as mess.* found NoneType"),
+        ({"problem": "a", "images": []}, "rows:3: the columns problem, images have no answer beside 'problem'"),
+        (row(videos=["a.mp4"]), "rows:3: 0 <video> marks in column 'problem' but 1 videos in column 'videos'"),
+        (row("<video>?", (), videos=["a.mp4"]), "rows:3: column 'videos', video 0: a.mp4 does not exist; check the"),
+        (
+            row("?", (), audio=b"RIFF"),
+            "rows:3: column 'audio' is filled, but audio is not supported; remove the column",
+        ),
         (row(images=[b"GIF89a"]), "rows:3: column 'images', picture 0: cannot be decoded"),
         (row("<image><image>", [RED, Image.new("RGB", (900, 3))]), "picture 1: .*900x3: aspect ratio 300.0"),
         (row("<image>a <|image_pad|>"), "rows:3: the chat template gives 2 image tokens for 1 pictures"),
-        (row("<image>" + "long " * 600), r"rows:3: the prompt has \d+ tokens \(\d+ of them for pictures\)"),
+        (row("<image>" + "long " * 600), r"rows:3: the prompt has \d+ tokens \(\d+ of them for media\)"),
     ],
 )
 def test_faults_name_row_and_column(processor, data_config, bad, message):
@@ -170,3 +176,14 @@ def test_a_builder_survives_pickling_with_its_template(processor, data_config, t
     before = builder.build(row(), "rows:0")
     after = pickle.loads(pickle.dumps(builder)).build(row(), "rows:0")
     assert after.token_ids == before.token_ids and "Q: " in after.text
+
+
+def test_no_limit_of_the_tokenizer_cuts_a_prompt(processor, data_config):
+    """A tokenizer that was saved with a maximal length truncates where it is not told otherwise, image tokens too."""
+    limited = copy.deepcopy(processor)
+    limited.tokenizer.init_kwargs["max_length"] = limited.tokenizer.model_max_length = 16
+    limited.tokenizer.backend_tokenizer.enable_truncation(16)
+    source = row("<image>" + "many words " * 20)
+    expected = PromptBuilder(data_config(), processor).build(source, "r:0")
+    assert PromptBuilder(data_config(), limited).build(source, "r:0").token_ids == expected.token_ids
+    assert len(expected.token_ids) > 40

@@ -1,0 +1,250 @@
+"""The shapes in which people keep questions: which columns a row has, and what they say.
+
+`detect` looks at the columns and the first rows and names the shape; the Schema then reads any row of the set into a
+RawRow, which rows.py turns into a prompt. Shapes, in the order in which they are tried:
+
+    verl      prompt (messages or text), images/videos, reward_model.ground_truth
+    openai    messages whose parts carry their media: {"type": "image_url", "image_url": {"url": ...}}
+    trl       prompt (messages), image/images, any columns
+    r1v       image, problem (without a mark), solution (<answer>...</answer>)
+    easyr1    a text column with <image> and <video> marks, images/videos, an answer
+
+data.prompt_key, answer_key, image_key and video_key come before everything that is found here; a dotted key reaches
+into a struct (reward_model.ground_truth).
+"""
+
+import json
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_vlm.errors import DataError
+
+PROMPT_NAMES = ("prompt", "messages", "problem", "question")
+VERL_ANSWER = "reward_model.ground_truth"
+ANSWER_NAMES = ("answer", VERL_ANSWER, "solution", "ground_truth")
+IMAGE_NAMES = ("images", "image")
+VIDEO_NAMES = ("videos", "video")
+AUDIO_NAMES = ("audio", "audios")
+MEDIA_PARTS = ("image", "image_url", "video", "video_url")
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+NAMES = ("verl", "openai", "trl", "r1v", "easyr1")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the user asked for; the defaults stand for "not set"."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    image: str = "images"
+    video: str = "videos"
+
+    @classmethod
+    def of(cls, data_config: Any) -> "Keys":
+        """The `data` section's keys."""
+        return cls(data_config.prompt_key, data_config.answer_key, data_config.image_key, data_config.video_key)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message. content: marked text, or a list of parts as the row has them."""
+
+    role: str
+    content: str | list[Any]
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """What a row says, whatever its shape. turns: the conversation. images, videos: the cells of the media columns,
+    None without. answer: the right answer as the row has it. columns: the row without its media. names: of all
+    columns."""
+
+    turns: list[Turn]
+    images: Any
+    videos: Any
+    answer: Any
+    columns: dict[str, Any]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Schema:
+    """One shape with its columns. prompt, answer, image, video: names of columns; answer None where the rows have no
+    answer of their own (the reward then works with the other columns, or with the conversation's last message).
+
+    conversation: the question is a list of messages. media_first: pictures without a mark stand before the question
+    (R1-V, TRL) instead of being a fault.
+    """
+
+    name: str
+    prompt: str
+    answer: str | None
+    image: str
+    video: str
+    conversation: bool
+    media_first: bool
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row of a mixture is of this shape."""
+        cell = row.get(self.prompt)
+        is_text = isinstance(cell, str)
+        return cell is not None and is_text != self.conversation and (not self.answer or _has(self.answer, row, [row]))
+
+    @property
+    def description(self) -> str:
+        """For logs: the name and which column is what."""
+        answer = f"answer in {self.answer!r}" if self.answer else "no answer column"
+        return f"{self.name} rows: question in {self.prompt!r}, {answer}, media in {self.image!r} and {self.video!r}"
+
+    def read(self, row: Mapping[str, Any], row_id: str) -> RawRow:
+        """Raises DataError naming row, column and what was found."""
+        for name in AUDIO_NAMES:
+            if row.get(name) is not None and name not in (self.prompt, self.answer):
+                raise DataError(f"{row_id}: column {name!r} is filled, but audio is not supported; remove the column")
+        turns = self._turns(self._cell(row, row_id, self.prompt), row_id)
+        answer, turns = self._answer(row, row_id, turns)
+        if turns[-1].role not in ("user", "tool"):
+            raise DataError(
+                f"{row_id}: the last message of column {self.prompt!r} is the {turns[-1].role}'s; a prompt ends with "
+                "the user's (the answer goes into a column of its own)"
+            )
+        kept = {key: value for key, value in row.items() if key not in (self.image, self.video)}
+        return RawRow(turns, row.get(self.image), row.get(self.video), answer, kept, tuple(row))
+
+    def _turns(self, cell: Any, row_id: str) -> list[Turn]:
+        if isinstance(cell, str) and cell.strip():
+            return [Turn("user", cell)]
+        if isinstance(cell, Sequence) and not isinstance(cell, (str, bytes)) and len(cell):
+            return [self._turn(message, number, row_id) for number, message in enumerate(cell)]
+        raise DataError(
+            f"{row_id}: column {self.prompt!r} must hold the question as text or as messages, found "
+            f"{type(cell).__name__} {str(cell)[:60]!r}; fix the row or set data.prompt_key"
+        )
+
+    def _turn(self, message: Any, number: int, row_id: str) -> Turn:
+        place = f"{row_id}: column {self.prompt!r}, message {number}"
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise DataError(f"{place} must be {{'role', 'content'}}, found {str(message)[:80]!r}; fix it")
+        role, content = message["role"], message["content"]
+        if role not in ("system", "user", "assistant", "tool"):
+            raise DataError(f"{place} has the role {role!r}; it must be system, user, assistant or tool")
+        if isinstance(content, str):
+            return Turn(role, content)
+        if isinstance(content, Sequence) and not isinstance(content, bytes):
+            return Turn(role, list(content))
+        raise DataError(f"{place}: content must be text or a list of parts, found {type(content).__name__}; fix it")
+
+    def _answer(self, row: Mapping[str, Any], row_id: str, turns: list[Turn]) -> tuple[Any, list[Turn]]:
+        if self.answer is None:
+            if turns[-1].role == "assistant" and isinstance(turns[-1].content, str) and len(turns) > 1:
+                return turns[-1].content, turns[:-1]
+            return "", turns
+        answer = self._cell(row, row_id, self.answer)
+        if answer is None:
+            raise DataError(f"{row_id}: column {self.answer!r} is empty; fill the answer or remove the row")
+        if self.name == "r1v" and isinstance(answer, str) and (tagged := ANSWER_TAG.search(answer)):
+            answer = tagged[1].strip()
+        return answer, turns
+
+    def _cell(self, row: Mapping[str, Any], row_id: str, key: str) -> Any:
+        if key in row:
+            return row[key]
+        value: Any = row
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise DataError(
+                    f"{row_id}: no column {key!r}; present: {', '.join(row)}; rename it or set the data.*_key options"
+                )
+            value = value[part]
+        return value
+
+
+def detect(columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]], keys: Keys | None = None) -> Schema:
+    """The shape of rows with these columns. first_rows: a few of them, for what the columns alone do not tell.
+
+    Raises DataError that names the columns and every shape when there is no question column, or when a key that the
+    user set is not a column.
+    """
+    keys = keys or Keys()
+    prompt = _find("data.prompt_key", keys.prompt, Keys.prompt, PROMPT_NAMES, columns, first_rows)
+    image = _find("data.image_key", keys.image, Keys.image, IMAGE_NAMES, columns, first_rows)
+    video = _find("data.video_key", keys.video, Keys.video, VIDEO_NAMES, columns, first_rows)
+    answer = _find("data.answer_key", keys.answer, Keys.answer, ANSWER_NAMES, columns, first_rows)
+    if keys.answer == Keys.answer and _has(VERL_ANSWER, columns, first_rows):  # also where there is an answer column
+        answer = VERL_ANSWER
+    cells = [row.get(prompt) for row in first_rows if prompt and row.get(prompt) is not None]
+    conversation = bool(cells) and not isinstance(cells[0], str)
+    if prompt is None or (answer is None and not conversation):
+        raise DataError(_no_shape(columns, prompt))
+    if answer == VERL_ANSWER:
+        name = "verl"
+    elif conversation:
+        name = "openai" if prompt == "messages" or any(_carries_media(cell) for cell in cells) else "trl"
+    elif answer == "solution" and not any("<image>" in str(cell) or "<video>" in str(cell) for cell in cells):
+        name = "r1v"
+    else:
+        name = "easyr1"
+    return Schema(
+        name=name,
+        prompt=prompt,
+        answer=answer,
+        image=image or keys.image,
+        video=video or keys.video,
+        conversation=conversation,
+        media_first=name in ("openai", "trl", "r1v"),
+    )
+
+
+def _find(
+    option: str,
+    asked: str,
+    default: str,
+    names: Sequence[str],
+    columns: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+) -> str | None:
+    """The column that `asked` names; without it, where the user did not ask, the first of `names` that is there."""
+    if _has(asked, columns, rows):
+        return asked
+    if asked != default:
+        if option in ("data.image_key", "data.video_key"):  # rows without media need no such column
+            return None
+        raise DataError(
+            f"missing column {asked!r} ({option}); present: {', '.join(columns)}; rename a column or set the key in "
+            "brackets"
+        )
+    return next((name for name in names if _has(name, columns, rows)), None)
+
+
+def _has(name: str, columns: Container[str], rows: Sequence[Mapping[str, Any]]) -> bool:
+    if name in columns:
+        return True
+    first, dot, rest = name.partition(".")
+    cells = [row.get(first) for row in rows]
+    return bool(dot) and first in columns and any(isinstance(cell, Mapping) and rest in cell for cell in cells)
+
+
+def _carries_media(messages: Sequence[Any]) -> bool:
+    """Whether a part of these messages holds its own picture or video."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, Sequence) and not isinstance(content, str) else ():
+            if isinstance(part, Mapping) and any(part.get(key) is not None for key in MEDIA_PARTS):
+                return True
+    return False
+
+
+def _no_shape(columns: Sequence[str], prompt: str | None) -> str:
+    missing = "question column (data.prompt_key)" if prompt is None else f"answer beside {prompt!r} (data.answer_key)"
+    return (
+        f"the columns {', '.join(columns)} have no {missing}; a question is in one of {', '.join(PROMPT_NAMES)}, its "
+        f"answer in one of {', '.join(ANSWER_NAMES)}, pictures in {' or '.join(IMAGE_NAMES)}, videos in "
+        f"{' or '.join(VIDEO_NAMES)}; rename a column or set the key in brackets"
+    )
+
+
+def answer_text(answer: Any) -> str:
+    """An answer as the reward gets it: text as it is, anything else as JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
