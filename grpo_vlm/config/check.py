@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from grpo_vlm.config.check_algorithm import algorithm_faults, algorithm_notices
 from grpo_vlm.config.check_batch import batch_faults, length_faults, working_sizes
 from grpo_vlm.config.check_files import expand_paths, file_faults, port_faults, required_faults
 from grpo_vlm.config.check_rollout import rollout_faults, rollout_notices
 from grpo_vlm.config.faults import Fault, raise_faults
-from grpo_vlm.config.load import fill, read_config, schema_options, walk
+from grpo_vlm.config.keys import schema_options
+from grpo_vlm.config.load import fill, read_config, walk
 from grpo_vlm.config.options import NEUTRAL, PLANNED, Option
 from grpo_vlm.config.schema import Config
 
@@ -71,8 +73,8 @@ def load_and_check(
 
     Args: as load_config and check_config. Returns: the configuration and the notices. Raises: ConfigError.
     """
-    config, faults = read_config(path, overrides, base)
-    return config, _check(config, Launch(**launch), faults)
+    config, faults, notices = read_config(path, overrides, base)
+    return config, notices + _check(config, Launch(**launch), faults)
 
 
 def _check(config: Config, launch: Launch, found: list[Fault]) -> list[str]:
@@ -89,6 +91,7 @@ def _check(config: Config, launch: Launch, found: list[Fault]) -> list[str]:
         *batch,
         *length_faults(config),
         *pair_faults(config),
+        *algorithm_faults(config, launch.world_size),
         *rollout_faults(config, launch.per_node, launch.num_nodes),
         *launch_faults(config, launch),
         *required_faults(config, launch.needs_reward, launch.needs_train_files, launch.has_val_rows),
@@ -169,7 +172,7 @@ def _yaml(value: Any) -> str:
 
 def pair_faults(config: Config) -> list[Fault]:
     """Rules between a few keys of one section."""
-    actor, rollout, trainer, data = config.worker.actor, config.worker.rollout, config.trainer, config.data
+    actor, trainer, data = config.worker.actor, config.trainer, config.data
     faults = []
 
     def need(holds: bool, keys: str, message: Callable[[], str]) -> None:
@@ -189,11 +192,18 @@ def pair_faults(config: Config) -> list[Fault]:
         lambda: f"data.min_pixels: {data.min_pixels} is more than data.max_pixels = {data.max_pixels}; "
         "lower the first or raise the second",
     )
+    fewest, most = data.video_min_pixels or data.min_pixels, data.video_max_pixels or data.max_pixels
     need(
-        rollout.n > 1,
-        "worker.rollout.n",
-        lambda: f"worker.rollout.n: {rollout.n} gives no advantage with algorithm.adv_estimator = grpo, "
-        "which compares the responses of a group; set it to 2 or more, e.g. 5",
+        fewest <= most or data.min_pixels > data.max_pixels,
+        "data.video_min_pixels data.video_max_pixels",
+        lambda: f"data.video_min_pixels: {fewest} (null: data.min_pixels) is more than data.video_max_pixels = {most} "
+        "(null: data.max_pixels); lower the first or raise the second",
+    )
+    need(
+        data.video_min_frames <= data.video_max_frames,
+        "data.video_min_frames data.video_max_frames",
+        lambda: f"data.video_min_frames: {data.video_min_frames} is more than data.video_max_frames = "
+        f"{data.video_max_frames}; lower the first or raise the second",
     )
     steps, warmup = trainer.max_steps, actor.optim.lr_warmup_steps
     need(
@@ -201,6 +211,19 @@ def pair_faults(config: Config) -> list[Fault]:
         "worker.actor.optim.lr_warmup_steps trainer.max_steps",
         lambda: f"worker.actor.optim.lr_warmup_steps: {warmup} warm-up steps leave none of trainer.max_steps = "
         f"{steps}; set it to at most {steps - 1}",
+    )
+    reward = config.worker.reward
+    need(
+        not (reward.reward_function and reward.reward_functions),
+        "worker.reward.reward_function worker.reward.reward_functions",
+        lambda: f"worker.reward.reward_function: {reward.reward_function} is set, and reward_functions too; keep one",
+    )
+    count, weights = len(reward.reward_functions), len(reward.reward_weights)
+    need(
+        not count or weights in (0, count),
+        "worker.reward.reward_weights",
+        lambda: f"worker.reward.reward_weights: has {weights} numbers for {count} reward_functions; give one each, or "
+        "none for 1 each",
     )
     need(bool(trainer.logger), "trainer.logger", lambda: "trainer.logger: is empty; write e.g. [console, file]")
     for key in ("project_name", "experiment_name"):
@@ -238,12 +261,9 @@ def launch_faults(config: Config, launch: Launch) -> list[Fault]:
 
 def _notices(config: Config, launch: Launch) -> list[str]:
     """Lines about valid settings that change nothing or that surprise."""
-    algorithm, optim, trainer = config.algorithm, config.worker.actor.optim, config.trainer
+    optim, trainer = config.worker.actor.optim, config.trainer
     has_val = bool(config.data.val_files) or launch.has_val_rows
     lines = {
-        "algorithm.use_kl_loss has no effect: algorithm.disable_kl is true": (
-            algorithm.disable_kl and algorithm.use_kl_loss
-        ),
         "worker.actor.optim.lr_warmup_ratio has no effect: lr_warmup_steps is set": (
             optim.lr_warmup_steps is not None and optim.lr_warmup_ratio > 0
         ),
@@ -253,4 +273,4 @@ def _notices(config: Config, launch: Launch) -> list[str]:
         "trainer.val_before_train has no effect: data.val_files is empty": trainer.val_before_train and not has_val,
         "trainer.save_model_only is true: these checkpoints cannot be resumed": trainer.save_model_only,
     }
-    return [line for line, holds in lines.items() if holds] + rollout_notices(config)
+    return [line for line, holds in lines.items() if holds] + algorithm_notices(config) + rollout_notices(config)

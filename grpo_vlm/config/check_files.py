@@ -13,12 +13,13 @@ import socket
 from pathlib import Path
 
 from grpo_vlm.config.faults import Fault
+from grpo_vlm.config.locations import scheme_of, split_source, split_sources
 from grpo_vlm.config.schema import Config
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 _DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 MODEL = "worker.actor.model.model_path"
-REWARD = "worker.reward.reward_function"
+REWARD, REWARDS = "worker.reward.reward_function", "worker.reward.reward_functions"
 
 
 def required_faults(config: Config, needs_reward: bool, needs_train_files: bool, has_val_rows: bool) -> list[Fault]:
@@ -30,7 +31,8 @@ def required_faults(config: Config, needs_reward: bool, needs_train_files: bool,
     if not config.worker.actor.model.model_path:
         text = f"{MODEL}: is empty; name a folder or hub id, e.g. Qwen/Qwen2.5-VL-3B-Instruct"
         faults.append(Fault((MODEL,), text))
-    if needs_reward and not config.worker.reward.reward_function:
+    reward = config.worker.reward
+    if needs_reward and not reward.reward_function and not reward.reward_functions:
         text = f"{REWARD}: is empty; name FILE.py:function, e.g. ./rewards/geo3k.py:compute_score"
         faults.append(Fault((REWARD,), text))
     if not config.data.val_files and not has_val_rows:
@@ -48,14 +50,6 @@ def is_local(value: str) -> bool:
     return not _HUB_ID.fullmatch(value)
 
 
-def split_source(value: str) -> tuple[str, str]:
-    """`PATH[@split]` -> path, split. The split is `train` by default; an existing path with an @ in it is a path."""
-    if "@" not in value or os.path.exists(os.path.expanduser(value)):
-        return value, "train"
-    path, _, split = value.rpartition("@")
-    return path, split
-
-
 def file_faults(
     config: Config, needs_reward: bool = True, needs_train_files: bool = True, has_val_rows: bool = False
 ) -> list[Fault]:
@@ -67,11 +61,7 @@ def file_faults(
     sources = {"data.train_files": data.train_files} if needs_train_files else {}
     sources |= {} if has_val_rows else {"data.val_files": data.val_files}
     for key, source in sources.items():
-        path, split = split_source(source)
-        if source and not split:
-            faults.append(Fault((key,), f"{key}: {source!r} ends with @; name the split, e.g. {path}@train"))
-        elif source and is_local(path):
-            faults += _missing(key, path, folder=None)
+        faults += _source_faults(key, source) if source else []
     for key, path in (
         ("data.format_prompt", data.format_prompt),
         ("data.override_chat_template", data.override_chat_template),
@@ -84,15 +74,34 @@ def file_faults(
             faults += _missing(key, path, folder=True) or _no_config(key, path)
     if needs_reward and config.worker.reward.reward_function:
         faults += reward_faults(config.worker.reward.reward_function)
+    for spec in config.worker.reward.reward_functions if needs_reward else ():
+        faults += reward_faults(spec, REWARDS)
     return faults + _checkpoint_faults(config)
+
+
+def _source_faults(key: str, source: str) -> list[Fault]:
+    """Faults of each part of a mixture. What is behind a URL or on a hub is looked at when it is opened."""
+    faults = []
+    for part in split_sources(source):
+        path, split = split_source(part)
+        if not path:
+            faults.append(Fault((key,), f"{key}: {source!r} has an empty part; remove the comma or name the rows"))
+        elif not split:
+            faults.append(Fault((key,), f"{key}: {part!r} ends with @; name the split, e.g. {path}@train"))
+        elif not scheme_of(path) and is_local(path):
+            faults += _missing(key, path, folder=None)
+    return faults
 
 
 def expand_paths(config: Config) -> None:
     """Replace `~` at the start of every path by the home directory, in place. Splits, function names and hub ids stay
     as they are."""
     data, model, trainer = config.data, config.worker.actor.model, config.trainer
+    for name in ("train_files", "val_files"):
+        parts = split_sources(getattr(data, name))
+        setattr(data, name, ",".join(os.path.expanduser(part) for part in parts))
     for section, names in (
-        (data, ("train_files", "val_files", "format_prompt", "override_chat_template", "image_dir")),
+        (data, ("format_prompt", "override_chat_template", "image_dir")),
         (model, ("model_path", "tokenizer_path")),
         (config.worker.reward, ("reward_function",)),
         (trainer, ("save_checkpoint_path", "load_checkpoint_path")),
@@ -100,6 +109,9 @@ def expand_paths(config: Config) -> None:
         for name in names:
             if value := getattr(section, name):
                 setattr(section, name, os.path.expanduser(value))
+    config.worker.reward.reward_functions = [
+        os.path.expanduser(spec) for spec in config.worker.reward.reward_functions
+    ]
 
 
 def _missing(key: str, path: str, *, folder: bool | None) -> list[Fault]:
@@ -154,21 +166,21 @@ def _checkpoint_faults(config: Config) -> list[Fault]:
     return faults
 
 
-def reward_faults(spec: str) -> list[Fault]:
+def reward_faults(spec: str, key: str = REWARD) -> list[Fault]:
     """Faults of `FILE.py[:function]` or `package.module:function`, found without importing it."""
     place, _, name = spec.rpartition(":") if ":" in spec else (spec, "", "")
     name = name or "main"
     if place.endswith(".py"):
-        absent = _missing(REWARD, place, folder=False)
-        return absent or _function_faults(spec, Path(place).expanduser(), name)
+        absent = _missing(key, place, folder=False)
+        return absent or _function_faults(spec, Path(place).expanduser(), name, key)
     if os.sep in place or not re.fullmatch(r"\w+(\.\w+)*", place) or not name.isidentifier():
-        text = f"{REWARD}: {spec!r} is not of the form FILE.py:function or package.module:function"
-        return [Fault((REWARD,), text)]
+        text = f"{key}: {spec!r} is not of the form FILE.py:function or package.module:function"
+        return [Fault((key,), text)]
     source = _module_source(place)
     if source is None:
-        text = f"{REWARD}: there is no module {place} on Python's path; install it, or name FILE.py:{name}"
-        return [Fault((REWARD,), text)]
-    return _function_faults(spec, source, name)
+        text = f"{key}: there is no module {place} on Python's path; install it, or name FILE.py:{name}"
+        return [Fault((key,), text)]
+    return _function_faults(spec, source, name, key)
 
 
 def _module_source(module: str) -> Path | None:
@@ -187,19 +199,19 @@ def _module_source(module: str) -> Path | None:
     return None
 
 
-def _function_faults(spec: str, source: Path, name: str) -> list[Fault]:
+def _function_faults(spec: str, source: Path, name: str, key: str) -> list[Fault]:
     if source.suffix != ".py":
         return []  # a compiled module; the loader will look inside
     try:
         tree = ast.parse(source.read_bytes(), filename=str(source))
     except SyntaxError as error:
-        return [Fault((REWARD,), f"{REWARD}: {source} is not valid Python, line {error.lineno}: {error.msg}")]
+        return [Fault((key,), f"{key}: {source} is not valid Python, line {error.lineno}: {error.msg}")]
     functions, others = _names(tree.body)
     if name in functions | others or "*" in others:
         return []
     close = difflib.get_close_matches(name, functions, 1) or sorted(functions)[:1]
     remedy = f"did you mean {spec.rpartition(':')[0] or spec}:{close[0]}?" if close else "it defines no function"
-    return [Fault((REWARD,), f"{REWARD}: {source} has no function {name}; {remedy}")]
+    return [Fault((key,), f"{key}: {source} has no function {name}; {remedy}")]
 
 
 def _names(body: list[ast.stmt]) -> tuple[set[str], set[str]]:

@@ -22,6 +22,7 @@ OURS = {
     "model": "worker.actor.model.model_path decides it",
     "tokenizer": "worker.actor.model.tokenizer_path decides it",
     "trust_remote_code": "worker.actor.model.trust_remote_code decides it",
+    "hf_overrides": "worker.actor.model.override_config decides it",
     "chat_template": "data.override_chat_template decides it",
     "limit_mm_per_prompt": "worker.rollout.limit_images decides it",
     "disable_log_stats": "worker.rollout.disable_log_stats decides it",

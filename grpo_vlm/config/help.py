@@ -7,7 +7,8 @@ python -m grpo_vlm.config.help --markdown > docs/options.md
 import argparse
 import textwrap
 
-from grpo_vlm.config.load import schema_options
+from grpo_vlm.config.keys import schema_options
+from grpo_vlm.config.names import easyr1_name, trl_name, verl_name
 from grpo_vlm.config.options import NEUTRAL, PLANNED, WORKS, Option
 
 _MARKS = {WORKS: "", NEUTRAL: " [no effect in this version]", PLANNED: " [not available in this version]"}
@@ -17,7 +18,17 @@ _INTRO = """# Options
 <!-- Generated: python -m grpo_vlm.config.help --markdown > docs/options.md -->
 
 Every key of the configuration. Names, sections and defaults are EasyR1's. Values come from the schema's defaults, then
-`--config FILE`, then `key=value` arguments with the full dotted key; later ones win.
+`--config FILE`, then `key=value` arguments with the full dotted key; later ones win. A file whose top level has
+`base: OTHER.yaml` (a path relative to itself) starts from that file's values; configs/recipes/ has examples.
+
+EasyR1's command lines run as they are, `config=FILE` included: `trainer.n_nodes`, `worker.reward.reward_type` and keys
+of older versions are read with a notice, and where EasyR1's own example reward or template is missing, ours takes its
+place. A command line with verl's `actor_rollout_ref` is translated: each option is named with what became of it. What
+verl takes for options that are not named holds where it decides a result (greedy validation, clip 0.2, no KL term,
+30 epochs, pictures of any size); memory and speed keep our defaults. `MODEL_PATH`, `TRAIN_FILE`, `TEST_FILE`,
+`INFER_BACKEND` and `SP_SIZE` stand in for options that are not named. `grpo-vlm translate FILE_OR_ARGS` prints the
+YAML. A verl run without a reward function scores each row by its `data_source`
+(`worker.reward.reward_function=grpo_vlm.rewards.by_source:compute_score`).
 
 Defaults that differ from EasyR1's:
 
@@ -26,12 +37,11 @@ Defaults that differ from EasyR1's:
 | `worker.rollout.tensor_parallel_size` | null (1) | 2 | small models need no split |
 | `worker.rollout.dtype` | auto | bf16 | float32 on a CPU |
 | `trainer.logger` | [console, file, tensorboard] | [console, wandb] | works without an account |
+| `worker.actor.loss_avg_mode` | null (token) | token | a loss of TRL's implies its own average |
 | `trainer.nnodes`, `trainer.n_gpus_per_node` | null | 1, 8 | the launcher's; another number is an error |
 
-Keys that EasyR1 does not have: `data.system_prompt`, `data.num_workers`; in `worker.rollout`: `min_p`,
-`repetition_penalty`, `stop`, `placement`, `gpus`, `base_url`, `data_parallel_size`, `port`, `start_timeout_s`,
-`request_timeout_s`, `step_timeout_s`, `max_restarts`, `cpu_kv_cache_gb`, `engine_kwargs`, `lora_sync`,
-`sync_check_every`, `sync_check_tolerance`.
+The column EasyR1 says `same` where it has the key. verl's name ends in `*` where several options below it decide the
+key. TRL's names are arguments of GRPOConfig that come nearest.
 
 `trainer.max_steps`, `val_freq`, `save_freq`, checkpoints, resume and the learning-rate schedule count rollout steps.
 
@@ -74,11 +84,25 @@ def _section(item: Option) -> str:
 
 
 def _table(rows: list[Option]) -> str:
-    lines = ["| key | default | type | status | help |", "|---|---|---|---|---|"]
+    lines = ["| key | default | type | EasyR1 | verl | TRL | status | help |", "|---|---|---|---|---|---|---|---|"]
     for item in rows:
-        cells = (f"`{item.key}`", f"`{default_text(item)}`", item.type_text, item.status, _about(item))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |")
+        names = (
+            _names("same" if easyr1_name(item.key) else ""),
+            _names(verl_name(item.key)),
+            _names(trl_name(item.key)),
+        )
+        cells = (f"`{item.key}`", f"`{default_text(item)}`", item.type_text, *names, item.status, _about(item))
+        lines.append(
+            "| "
+            + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;").replace("&lt;br>", "<br>") for cell in cells)
+            + " |"
+        )
     return "\n".join(lines) + "\n"
+
+
+def _names(names: str) -> str:
+    """Names as code, each on a line of its own within the cell; a dash when there is none."""
+    return "<br>".join(f"`{name}`" for name in names.split(", ")) if names else "-"
 
 
 def _entry(item: Option) -> list[str]:

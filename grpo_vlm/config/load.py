@@ -1,51 +1,27 @@
 """Read a configuration: schema < base dict < YAML file < key=value, finding every unknown key and wrong type.
 
-OmegaConf stops at its first error, so each source is walked against the schema before it is merged.
+What EasyR1 and verl call otherwise is translated first (dialects.py). OmegaConf stops at its first error, so each
+source is walked against the schema before it is merged.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from functools import cache
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_vlm.config.dialects import translated
 from grpo_vlm.config.faults import Fault, raise_faults
-from grpo_vlm.config.options import Option, options, sections
+from grpo_vlm.config.keys import nearest_key, schema_options, schema_sections
+from grpo_vlm.config.layers import merged, read_layers
+from grpo_vlm.config.options import Option
 from grpo_vlm.config.schema import Config
 
-# Keys of older EasyR1 versions and common slips -> what to write now.
-MOVED = {
-    "worker.actor.ulysses_sequence_parallel_size": "worker.actor.ulysses_size",
-    "worker.reward.score_function": "worker.reward.reward_function",
-    "worker.reward.compute_score": "worker.reward.reward_function",
-    "worker.reward.score_function_kwargs": "worker.reward.reward_function_kwargs",
-    "trainer.total_episodes": "trainer.total_epochs",
-    "trainer.n_nodes": "trainer.nnodes",
-    "data.format_prompt_path": "data.format_prompt",
-}
 REDACTED = "[redacted]"
 _SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
-GONE = {
-    "worker.reward.reward_type": "the constant REWARD_TYPE (batch or sequential) of the reward file says it; drop it",
-}
-
-
-@cache
-def schema_options() -> dict[str, Option]:
-    """All keys of the schema: full dotted path -> Option."""
-    return options(Config)
-
-
-@cache
-def schema_sections() -> frozenset[str]:
-    """Full dotted paths of all sections of the schema."""
-    return frozenset(sections(Config))
 
 
 def load_config(
@@ -61,36 +37,36 @@ def load_config(
     Raises:
         ConfigError: lists all unknown keys, wrong types and unreadable sources.
     """
-    config, faults = read_config(path, overrides, base)
+    config, faults, _ = read_config(path, overrides, base)
     raise_faults(faults)
     return config
 
 
 def read_config(
     path: str | os.PathLike | None = None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
-) -> tuple[Config, list[Fault]]:
-    """As load_config, but hand the faults back; a faulty key keeps its default.
+) -> tuple[Config, list[Fault], list[str]]:
+    """As load_config, but hand back the faults, and notices about what was translated; a faulty key keeps its default.
 
     Raises:
         ConfigError: the file cannot be read or an interpolation cannot be resolved, so that no more can be said.
     """
-    merged, faults = asdict(Config()), []
-    file_layer = _read_file(path)
-    for source, tree, problems in (_read_base(base), file_layer, *map(_read_override, overrides)):
-        good, more = walk(tree, source)
-        faults += problems + more
-        merged = _merged(merged, good)
-    if file_layer[2]:
+    tree = asdict(Config())
+    layers, notices, faults = translated(read_layers(path, overrides, base))
+    for layer in layers:
+        good, more = walk(layer.tree, layer.source)
+        faults += layer.faults + more
+        tree = merged(tree, good)
+    if any(layer.unreadable for layer in layers):
         raise_faults(faults)
-    if "${" in repr(merged):
+    if "${" in repr(tree):
         try:
-            merged = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
+            tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
         except OmegaConfBaseException as error:
             raise_faults([*faults, Fault((), f"{error.full_key}: {str(error).splitlines()[0]}")])
-    good, problems = walk(merged, "", interpolated=True)
+    good, problems = walk(tree, "", interpolated=True)
     config = Config()
     fill(config, good)
-    return config, faults + problems
+    return config, faults + problems, notices
 
 
 def fill(section: Any, values: Mapping[str, Any]) -> None:
@@ -238,81 +214,6 @@ def _hint(value: Any, option: Option) -> str:
 
 
 def _unknown(key: str, source: str) -> Fault:
-    if key in GONE:
-        return Fault((key,), f"{key}{source}: is no key; {GONE[key]}")
     near = nearest_key(key)
     remedy = f"did you mean {near}?" if near else "`python train.py --help` lists every key"
     return Fault((key, near), f"{key}{source}: unknown key; {remedy}")
-
-
-def nearest_key(key: str) -> str:
-    """The valid key or section most like an unknown one, or an empty string."""
-    if key in MOVED:
-        return MOVED[key]
-    valid = [*schema_options(), *schema_sections()]
-    parent, _, name = key.rpartition(".")
-    siblings = {item.rpartition(".")[2]: item for item in valid if item.rpartition(".")[0] == parent}
-    if close := difflib.get_close_matches(name, siblings, 1, 0.6):
-        return siblings[close[0]]
-    same_name = [item for item in valid if item.rpartition(".")[2] == name]
-    if same_name:  # the right name in the wrong section
-        return max(same_name, key=lambda item: difflib.SequenceMatcher(None, key, item).ratio())
-    return next(iter(difflib.get_close_matches(key, valid, 1, 0.8)), "")
-
-
-def _read_base(base: Mapping[str, Any] | None) -> tuple[str, dict, list[Fault]]:
-    tree: dict[str, Any] = {}
-    for key, value in (base or {}).items():
-        if isinstance(key, str) and "." in key:
-            value = _nest(key, value)
-            key = next(iter(value))
-            value = value[key]
-        tree[key] = _merged(tree.get(key), value)
-    return "", tree, []
-
-
-def _merged(old: Any, new: Any) -> Any:
-    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        return new
-    return {key: _merged(old.get(key), new[key]) if key in new else old[key] for key in {**old, **new}}
-
-
-def _nest(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
-
-
-def _read_file(path: str | os.PathLike | None) -> tuple[str, dict, list[Fault]]:
-    if path is None:
-        return "", {}, []
-    name = os.fspath(path)
-    file = os.path.expanduser(name)
-    if not os.path.isfile(file):
-        return name, {}, [Fault((), f"--config {name}: there is no such file; configs/ has examples")]
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(file))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        return name, {}, [Fault((), f"--config {name}: is not a YAML file: {' '.join(str(error).split())}")]
-    if not isinstance(tree, dict):
-        return (
-            name,
-            {},
-            [Fault((), f"--config {name}: is a {type(tree).__name__}; expected sections such as data:")],
-        )
-    return name, tree, []
-
-
-def _read_override(item: str) -> tuple[str, dict, list[Fault]]:
-    source = "command line"
-    key, equals, _ = item.partition("=")
-    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-        bare = key.lstrip("+-~")
-        wanted = f"{bare}=VALUE" if not equals else f"{bare}={item.partition('=')[2]}"
-        return source, {}, [Fault((bare,), f"{item} ({source}): is not of the form key=value; write e.g. {wanted}")]
-    try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={item.partition('=')[2]}"]))["value"]
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
-        return source, {}, [Fault((key,), f"{item} ({source}): the value is not YAML, quotes may help: {problem}")]
-    return source, _nest(key, value), []

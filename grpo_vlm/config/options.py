@@ -107,21 +107,29 @@ def planned(default: Any, help: str, reason: str) -> Any:
     return option(default, help, status=PLANNED, reason=reason)
 
 
-def section(cls: type, *, reason: str = "") -> Any:
-    """Declare a nested section. With a reason, every key below it is planned, whatever the section's class says."""
-    return field(default_factory=cls, metadata={"planned": reason})
+def neutral(default: Any, help: str, reason: str) -> Any:
+    """Declare a key that is accepted with any value of its type and changes nothing, for the reason given."""
+    return option(default, help, status=NEUTRAL, reason=reason)
 
 
-def options(cls: type, prefix: str = "", planned_reason: str = "") -> dict[str, Option]:
-    """All keys of a schema dataclass in order of declaration: full dotted path -> Option."""
+def section(cls: type, *, reason: str = "", status: str = PLANNED) -> Any:
+    """Declare a nested section. With a reason, every key below it has that status, whatever the section's class
+    says."""
+    return field(default_factory=cls, metadata={"reason": reason, "status": status})
+
+
+def options(cls: type, prefix: str = "", above: tuple[str, str] = ("", "")) -> dict[str, Option]:
+    """All keys of a schema dataclass in order of declaration: full dotted path -> Option. above: status and reason of
+    the section that holds it, when it has a reason."""
     hints = typing.get_type_hints(cls)
     found: dict[str, Option] = {}
     for item in fields(cls):
         key = f"{prefix}{item.name}"
         if is_dataclass(hints[item.name]):
-            found |= options(hints[item.name], f"{key}.", item.metadata["planned"] or planned_reason)
+            own = (item.metadata["status"], item.metadata["reason"])
+            found |= options(hints[item.name], f"{key}.", own if own[1] else above)
         else:
-            found[key] = _read(key, item, hints[item.name], planned_reason)
+            found[key] = _read(key, item, hints[item.name], *above)
     return found
 
 
@@ -135,12 +143,12 @@ def sections(cls: type, prefix: str = "") -> list[str]:
     return found
 
 
-def _read(key: str, item: Field, hint: Any, planned_reason: str) -> Option:
+def _read(key: str, item: Field, hint: Any, status: str, reason: str) -> Option:
     about = dict(item.metadata)
-    if planned_reason:
+    if reason:
         about |= {
-            "status": PLANNED,
-            "reason": planned_reason,
+            "status": status,
+            "reason": reason,
             "choices": (),
             "refused": {},
             "rule": None,

@@ -9,14 +9,12 @@ The worker's sections are in schema_actor.py and schema_rollout.py.
 
 from dataclasses import dataclass
 
-from grpo_vlm.config.options import at_least, off_or_at_least, option, planned, section
+from grpo_vlm.config.options import NEUTRAL, above, at_least, neutral, off_or_at_least, option, section
 from grpo_vlm.config.schema_actor import ActorConfig, CriticConfig, RefConfig
+from grpo_vlm.config.schema_algorithm import AlgorithmConfig
 from grpo_vlm.config.schema_rollout import RewardConfig, RolloutConfig
 
-_VIDEO = "videos arrive with the video work; use rows with images"
-_ALGORITHMS = "arrives with the algorithms work; this version has grpo"
 _TRACKERS = "arrives with the trackers work; use console, file or tensorboard"
-_FILTERING = "online filtering arrives with the algorithms work"
 _RAY = "there is no Ray here"
 
 
@@ -26,19 +24,60 @@ class DataConfig:
 
     train_files: str = option(
         "",
-        "Training rows, one PATH[@split]: a parquet, json or jsonl file, a folder, or a hub id. Default split: train.",
+        "Training rows, PATH[@split] or several with commas between: a parquet, json or jsonl file, a folder, a URL "
+        "(s3://, hdfs:// ...) or a hub id. Default split: train.",
         common=True,
         example="data/easyvqa/train.parquet",
     )
     val_files: str = option(
         "", "Validation rows, in the same form. Empty: no validation.", common=True, example="hiyouga/geometry3k@test"
     )
-    prompt_key: str = option("prompt", "Column with the question; each <image> in it stands for one image.")
-    answer_key: str = option("answer", "Column with the right answer; the reward function gets it as ground_truth.")
-    image_key: str = option("images", "Column with the list of images (bytes, {bytes, path}, path or PIL).")
-    video_key: str = planned("videos", "Column with the list of videos.", _VIDEO)
-    image_dir: str | None = option(None, "Folder that relative image paths start from. null: the working directory.")
-    video_fps: float = planned(2.0, "Frames per second taken from a video.", _VIDEO)
+    prompt_key: str = option(
+        "prompt",
+        "Column with the question, as text or as chat messages; each <image> and <video> in it stands for the next "
+        "one of the row (\\<image> is the word). Where the rows lack it: messages, problem or question.",
+    )
+    answer_key: str = option(
+        "answer",
+        "Column with the right answer (a.b: field b of a struct); the reward function gets it as ground_truth. Where "
+        "the rows lack it: reward_model.ground_truth, solution or ground_truth.",
+    )
+    image_key: str = option(
+        "images",
+        "Column with the image or list of images (path, bytes, {bytes, path}, base64, data URI or PIL). Where the "
+        "rows lack it: image.",
+    )
+    video_key: str = option(
+        "videos",
+        "Column with the video or list of videos: path, bytes, a list of frames, or {video, fps, max_frames, ...}, "
+        "whose settings come before the ones below. Where the rows lack it: video.",
+    )
+    image_dir: str | None = option(
+        None, "Folder that relative image and video paths start from. null: the working directory."
+    )
+    allow_remote_media: bool = option(
+        False, "Fetch images and videos that are http(s) links, each time they are used."
+    )
+    on_bad_media: str = option(
+        "error",
+        "Rows with an image or video that cannot be used: error = no training, all of them listed; skip = left out, "
+        "counted and listed in the run folder.",
+        choices=("error", "skip"),
+    )
+    video_fps: float = option(2.0, "Frames taken per second of video.", rule=above(0))
+    video_min_frames: int = option(4, "Fewest frames taken from a video that has as many.", rule=at_least(2))
+    video_max_frames: int = option(768, "Most frames taken from a video.", rule=at_least(2))
+    video_min_pixels: int | None = option(
+        None, "Frames with fewer pixels are enlarged to this. null: min_pixels.", rule=at_least(1)
+    )
+    video_max_pixels: int | None = option(
+        None, "Frames with more pixels are shrunk to this, at most 768 tokens. null: max_pixels.", rule=at_least(1)
+    )
+    video_total_pixels: int | None = option(
+        None,
+        "Pixels that the frames of a video share, two frames counting as one. null: 115200 tokens.",
+        rule=at_least(1),
+    )
     max_prompt_length: int = option(
         512, "Longest prompt in tokens, image tokens counted after expansion.", rule=at_least(1), common=True
     )
@@ -46,8 +85,10 @@ class DataConfig:
         512, "Longest response in tokens; generation stops there.", rule=at_least(1), common=True
     )
     rollout_batch_size: int = option(512, "Prompts per rollout step, over all devices.", rule=at_least(1), common=True)
-    mini_rollout_batch_size: int | None = planned(
-        None, "Prompts per generation call while a filtered batch is being filled.", _FILTERING
+    mini_rollout_batch_size: int | None = option(
+        None,
+        "Prompts per round of generation while online filtering fills a batch. null: rollout_batch_size.",
+        rule=at_least(1),
     )
     val_batch_size: int = option(
         -1, "Prompts per validation batch, over all devices. -1: the whole set at once.", rule=off_or_at_least(1)
@@ -61,7 +102,9 @@ class DataConfig:
     override_chat_template: str | None = option(
         None, "File whose text replaces the chat template of the tokenizer and the processor."
     )
-    system_prompt: str | None = option(None, "Text of a system message before the question. null: none of ours.")
+    system_prompt: str | None = option(
+        None, "Text of a system message before the question, in the place of the row's own. null: none of ours."
+    )
     shuffle: bool = option(True, "Draw the rows in a new random order each epoch; false: in file order.")
     seed: int = option(1, "Seed of the row order.", rule=at_least(0))
     min_pixels: int = option(262144, "Images with fewer pixels are enlarged to this.", rule=at_least(1))
@@ -83,40 +126,6 @@ class DataConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    """Advantages and the KL penalty."""
-
-    gamma: float = planned(1.0, "Discount of later rewards (token-level estimators).", _ALGORITHMS)
-    lam: float = planned(1.0, "Lambda of the generalised advantage estimate.", _ALGORITHMS)
-    adv_estimator: str = option(
-        "grpo",
-        "How rewards become advantages: grpo = (reward - group mean) / (group std + 1e-6).",
-        choices=("grpo",),
-        refused=dict.fromkeys(
-            ("gae", "rloo", "remax", "reinforce_plus_plus", "grpo_passk", "opo", "gdpo"), _ALGORITHMS
-        ),
-    )
-    disable_kl: bool = option(False, "No reference model and no KL term at all.", common=True)
-    use_kl_loss: bool = option(False, "true: the KL term is in the loss; false: it is subtracted from the reward.")
-    kl_penalty: str = option(
-        "kl",
-        "Estimator of the KL term: kl (k1), abs, mse (k2), low_var_kl (k3).",
-        choices=("kl", "abs", "mse", "low_var_kl"),
-        refused={"full": "needs the log-probabilities of the whole vocabulary, which are not kept"},
-    )
-    kl_coef: float = option(1e-3, "Weight of the KL term.", rule=at_least(0), common=True)
-    kl_type: str = option("fixed", "Course of kl_coef.", choices=("fixed",), refused={"adaptive": _ALGORITHMS})
-    kl_horizon: float = planned(10000.0, "Horizon of the adaptive KL weight in samples.", _ALGORITHMS)
-    kl_target: float = planned(0.1, "Target of the adaptive KL weight.", _ALGORITHMS)
-    online_filtering: bool = planned(
-        False, "Drop groups whose mean score is too low or too high, and refill.", _FILTERING
-    )
-    filter_key: str = planned("overall", "Score that online filtering looks at.", _FILTERING)
-    filter_low: float = planned(0.01, "Online filtering keeps group means above this.", _FILTERING)
-    filter_high: float = planned(0.99, "Online filtering keeps group means below this.", _FILTERING)
-
-
-@dataclass
 class WorkerConfig:
     """What EasyR1 calls workers: the policy, its generation engine, the reference model and the reward."""
 
@@ -126,10 +135,14 @@ class WorkerConfig:
     actor: ActorConfig = section(ActorConfig)
     rollout: RolloutConfig = section(RolloutConfig)
     ref: RefConfig = section(
-        RefConfig, reason="the reference model follows the policy's settings; sharding comes from accelerate_configs/"
+        RefConfig,
+        status=NEUTRAL,
+        reason="the reference model follows the policy's settings; sharding comes from accelerate_configs/",
     )
     critic: CriticConfig = section(
-        CriticConfig, reason="only gae has a critic, and it arrives with the algorithms work"
+        CriticConfig,
+        status=NEUTRAL,
+        reason="only adv_estimator gae has a critic, and this version has neither",
     )
     reward: RewardConfig = section(RewardConfig)
 
@@ -161,10 +174,10 @@ class TrainerConfig:
         "Processes per machine. null: the launcher's number; set and different from it: an error.",
         rule=at_least(1),
     )
-    max_try_make_batch: int = planned(
-        20, "Generation rounds before a filtered batch that is not full is an error.", _FILTERING
+    max_try_make_batch: int = option(
+        20, "Rounds of generation before a filtered batch that is not full is an error. 0 or less: no limit."
     )
-    critic_warmup: int = planned(0, "Steps that train only the critic.", _ALGORITHMS)
+    critic_warmup: int = neutral(0, "Steps that train only the critic.", "there is no critic")
     val_freq: int = option(
         -1, "Validate every so many steps. -1: only before and after training.", rule=off_or_at_least(1), common=True
     )
@@ -184,7 +197,7 @@ class TrainerConfig:
     load_checkpoint_path: str | None = option(
         None, "Checkpoint folder global_step_N to continue from.", example="checkpoints/easy_r1/demo/global_step_25"
     )
-    ray_timeline: str | None = planned(None, "File for Ray's timeline.", _RAY)
+    ray_timeline: str | None = neutral(None, "File for Ray's timeline.", _RAY)
     find_last_checkpoint: bool = option(True, "Continue from the last checkpoint in the run folder when there is one.")
 
 

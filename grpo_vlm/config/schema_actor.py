@@ -9,19 +9,32 @@ from grpo_vlm.config.options import (
     at_least,
     between,
     from_to_below,
+    neutral,
     option,
     planned,
     section,
 )
 
-_LORA = "LoRA arrives with the LoRA work; all weights are trained"
-_OVERRIDE = (
-    "the vLLM server would not get the entries, so that sampler and trainer would differ; edit a copy of the model's "
-    "config.json"
-)
 _SHARDING = "the launcher's file in accelerate_configs/ decides the sharding"
 _OFFLOAD = "offloading between phases arrives with the memory work; accelerate_configs/ has a file that offloads"
-_LOSSES = "arrives with the algorithms work; this version has the default loss"
+LOSSES = (
+    "default",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "sapo",
+    "dr_grpo",
+    "gpg",
+    "geo_mean",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "luspo",
+    "vespo",
+)
+TRL_LOSSES = ("grpo", "bnpo", "dapo")  # names of the default loss with an averaging; TRL's others are called alike
+AVERAGES = ("token", "seq", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _SAME_ROWS = "old and reference log-probabilities are computed on the update's own micro-batches"
 
 
@@ -29,10 +42,18 @@ _SAME_ROWS = "old and reference log-probabilities are computed on the update's o
 class LoraConfig:
     """Low-rank adapters."""
 
-    rank: int = planned(0, "Rank of the adapters. 0: train all weights.", _LORA)
-    alpha: int = planned(64, "Scale of the adapters.", _LORA)
-    target_modules: str = planned("all-linear", "Modules that get adapters.", _LORA)
-    exclude_modules: str | None = planned(None, "Regular expression of modules that get none.", _LORA)
+    rank: int = option(0, "Rank of the adapters. 0: train all weights.", rule=at_least(0), common=True)
+    alpha: int = option(64, "Scale of the adapters, divided by the rank.", rule=at_least(1))
+    target_modules: str = option(
+        "all-linear",
+        "Modules that get adapters: all-linear (all linear layers but the head), names with commas between them, or a "
+        "regular expression.",
+    )
+    exclude_modules: str | None = option(
+        None,
+        "Regular expression of modules that get none. null: those of the vision tower when freeze_vision_tower.",
+        example=".*visual.*",
+    )
 
 
 @dataclass
@@ -43,10 +64,18 @@ class ModelConfig:
         None, "Folder or hub id of the model.", common=True, example="Qwen/Qwen2.5-VL-3B-Instruct"
     )
     tokenizer_path: str | None = option(None, "Folder or hub id of the tokenizer and processor. null: model_path.")
-    override_config: dict[str, Any] = planned({}, "Entries of the model's config.json to replace.", _OVERRIDE)
+    override_config: dict[str, Any] = option(
+        {},
+        "Entries of the model's config.json to replace, for trainer, reference and server alike; those of a part in a "
+        "mapping of its name.",
+        example="{text_config: {rms_norm_eps: 1.0e-5}}",
+    )
     enable_gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
     trust_remote_code: bool = option(True, "Run Python code that comes with the model.")
-    freeze_vision_tower: bool = option(False, "Do not train the vision tower and its merger.")
+    freeze_vision_tower: bool = option(False, "Do not train the vision tower.")
+    freeze_merger: bool | None = option(
+        None, "Do not train the merger between vision tower and language model. null: as freeze_vision_tower."
+    )
     lora: LoraConfig = section(LoraConfig)
 
 
@@ -59,9 +88,9 @@ class OptimConfig:
     weight_decay: float = option(1e-2, "AdamW's weight decay.", rule=at_least(0))
     strategy: str = option(
         "adamw",
-        "Optimizer.",
-        choices=("adamw",),
-        refused={"adamw_bf16": "AdamW with bf16 states arrives with the memory work"},
+        "Optimizer. adamw_bf16: states in bf16, with compensated rounding for bf16 weights (fsdp.torch_dtype=bf16); "
+        "not under DeepSpeed.",
+        choices=("adamw", "adamw_bf16"),
     )
     lr_warmup_ratio: float = option(
         0.0, "Share of the rollout steps in which the rate rises from 0.", rule=from_to_below(0, 1)
@@ -79,31 +108,31 @@ class OptimConfig:
 class FSDPConfig:
     """Precision. EasyR1's sharding keys exist, but the launcher's accelerate_configs/ file decides the sharding."""
 
-    enable_full_shard: bool = planned(True, "Shard parameters as well as gradients and optimizer states.", _SHARDING)
-    enable_cpu_offload: bool = planned(False, "Keep sharded parameters in CPU memory.", _SHARDING)
-    enable_rank0_init: bool = planned(True, "Load the weights on the first process only.", _SHARDING)
-    use_orig_params: bool = planned(False, "Keep the original parameters in FSDP.", _SHARDING)
+    enable_full_shard: bool = neutral(True, "Shard parameters as well as gradients and optimizer states.", _SHARDING)
+    enable_cpu_offload: bool = neutral(False, "Keep sharded parameters in CPU memory.", _SHARDING)
+    enable_rank0_init: bool = neutral(True, "Load the weights on the first process only.", _SHARDING)
+    use_orig_params: bool = neutral(False, "Keep the original parameters in FSDP.", _SHARDING)
     torch_dtype: str | None = option(
         None,
         "Type of the trained weights. null or float32: float32 masters; bf16: half the memory, coarser updates.",
         choices=("fp32", "float32", "bf16", "bfloat16"),
     )
-    fsdp_size: int = planned(-1, "Devices per shard group.", _SHARDING)
+    fsdp_size: int = neutral(-1, "Devices per shard group.", _SHARDING)
     mp_param_dtype: str = option(
         "bf16",
         "Type of the computation. bf16: bf16 autocast on an accelerator (float32 on a CPU); float32: none.",
         choices=("bf16", "bfloat16", "fp32", "float32"),
     )
-    mp_reduce_dtype: str = planned("fp32", "Type in which gradients are summed over devices.", _SHARDING)
-    mp_buffer_dtype: str = planned("fp32", "Type of the model's buffers.", _SHARDING)
+    mp_reduce_dtype: str = neutral("fp32", "Type in which gradients are summed over devices.", _SHARDING)
+    mp_buffer_dtype: str = neutral("fp32", "Type of the model's buffers.", _SHARDING)
 
 
 @dataclass
 class OffloadConfig:
     """Moving tensors to CPU memory between the phases of a step."""
 
-    offload_params: bool = planned(False, "Move the weights to CPU memory between phases.", _OFFLOAD)
-    offload_optimizer: bool = planned(False, "Move the optimizer states to CPU memory between phases.", _OFFLOAD)
+    offload_params: bool = neutral(False, "Move the weights to CPU memory between phases.", _OFFLOAD)
+    offload_optimizer: bool = neutral(False, "Move the optimizer states to CPU memory between phases.", _OFFLOAD)
 
 
 @dataclass
@@ -138,24 +167,37 @@ class ActorConfig:
         common=True,
     )
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", rule=above(0))
-    clip_ratio_low: float = option(0.2, "The importance ratio is clipped below at 1 - this.", rule=from_to_below(0, 1))
+    clip_ratio_low: float = option(0.2, "The importance ratio is clipped below at 1 - this.", rule=between(0, 1))
     clip_ratio_high: float = option(0.3, "The importance ratio is clipped above at 1 + this.", rule=above(0))
-    clip_ratio_dual: float = option(
-        3.0, "Bound of the loss when the advantage is negative, times |advantage|.", rule=above(1)
+    clip_ratio_dual: float | None = option(
+        3.0, "Bound of the loss when the advantage is negative, times |advantage|. null: none.", rule=above(1)
     )
-    loss_avg_mode: str = option(
-        "token",
-        "Mean of the loss over all tokens of the batch (token), or over samples (seq).",
-        choices=("token", "seq"),
+    loss_avg_mode: str | None = option(
+        None,
+        "Mean of the loss over the tokens of the update (token), over samples of their means (seq), or over samples "
+        "of their sums, undivided or by max_response_length (-norm). null: token, or what loss_type implies.",
+        choices=AVERAGES,
     )
     loss_type: str = option(
         "default",
-        "Policy loss: default = dual-clip PPO.",
-        choices=("default",),
-        refused=dict.fromkeys(("gspo", "gspo_token", "cispo", "sapo"), _LOSSES),
+        "Policy loss: default = dual-clip PPO; docs/algorithms.md has all. TRL's names imply their averaging.",
+        choices=(*LOSSES, *TRL_LOSSES),
+        common=True,
     )
-    tau_positive: float = planned(1.0, "SAPO's temperature for positive advantages.", _LOSSES)
-    tau_negative: float = planned(1.05, "SAPO's temperature for negative advantages.", _LOSSES)
+    tau_positive: float = option(1.0, "SAPO's temperature for positive advantages.", rule=above(0))
+    tau_negative: float = option(1.05, "SAPO's temperature for negative advantages.", rule=above(0))
+    clip_cov_ratio: float = option(
+        2e-4, "Share of the tokens that clip_cov takes the gradient of.", rule=between(0, 1)
+    )
+    clip_cov_lb: float = option(1.0, "clip_cov chooses among covariances above this.")
+    clip_cov_ub: float = option(5.0, "clip_cov chooses among covariances below this.")
+    kl_cov_ratio: float = option(2e-4, "Share of the tokens that kl_cov penalises.", rule=between(0, 1))
+    kl_cov_coef: float = option(1.0, "Weight of kl_cov's penalty.", rule=at_least(0))
+    vespo_k_positive: float = option(2.0, "VESPO's exponent for positive advantages.", rule=at_least(0))
+    vespo_lambda_positive: float = option(3.0, "VESPO's decay for positive advantages.", rule=at_least(0))
+    vespo_k_negative: float = option(3.0, "VESPO's exponent for negative advantages.", rule=at_least(0))
+    vespo_lambda_negative: float = option(2.0, "VESPO's decay for negative advantages.", rule=at_least(0))
+    entropy_coeff: float = option(0.0, "Weight of the entropy that is added to the objective.", rule=at_least(0))
     ppo_epochs: int = option(1, "Passes over each rollout batch.", rule=at_least(1))
     padding_free: bool = option(
         True, "Pack answers, and compute each prompt and picture once for its group. false: one padded row per answer."

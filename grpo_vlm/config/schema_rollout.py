@@ -197,9 +197,39 @@ class RewardConfig:
         example="./rewards/geo3k.py:compute_score",
     )
     reward_function_kwargs: dict[str, Any] = option(
-        {}, "Keyword arguments passed to the reward function at each call."
+        {}, "Keyword arguments passed to the reward function at each call; of several, to those that take them."
+    )
+    reward_functions: list[str] = option(
+        [],
+        "Several functions in place of reward_function. The reward is their weighted sum; each one's own score is "
+        "logged under its name.",
+        example="[./rewards/geo3k.py:compute_score, my_rewards.py:brevity]",
+    )
+    reward_weights: list[float] = option(
+        [], "Weight of each of reward_functions. Empty: 1 each.", example="[1.0, 0.2]"
+    )
+    num_workers: int | None = option(
+        None,
+        "Processes per training process that call the reward. null: one per core of its share, 2 to 8. A function "
+        "that takes the whole batch uses one at a time.",
+        rule=at_least(1),
+    )
+    timeout_s: float = option(
+        30.0, "Seconds the reward may take for one sample; then its process is killed.", rule=above(0)
+    )
+    memory_limit_gb: float = option(
+        8.0, "Memory in GiB that one reward process may take beyond what importing the file took.", rule=above(0)
+    )
+    max_concurrency: int = option(
+        64, "Calls of an asynchronous reward function that are in flight at a time.", rule=at_least(1)
+    )
+    on_error: str = option(
+        "none",
+        "What a sample gets whose scoring takes too long, raises or ends its process. none: no score, it leaves its "
+        "group; zero: 0; raise: the run ends. At the start of a run such a sample always ends it.",
+        choices=("none", "zero", "raise"),
     )
     skip_special_tokens: bool = option(True, "Leave special tokens out of the text that is scored.")
     num_cpus: int = option(
-        1, "Cores of the reward worker.", status=NEUTRAL, reason="rewards are computed in the training process"
+        1, "Cores of the reward worker.", status=NEUTRAL, reason="worker.reward.num_workers says how many processes"
     )

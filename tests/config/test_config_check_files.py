@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_vlm.config.check_files import is_local, split_source
+from grpo_vlm.config.check_files import is_local
+from grpo_vlm.config.locations import split_source
 
 Check = Callable[..., list[str]]
 
@@ -94,6 +95,8 @@ def test_a_path_that_is_not_there_or_not_right(item: str, message: str, faults: 
         "worker.reward.reward_function=reward.py:compute_score",
         "worker.reward.reward_function=json:loads",
         "worker.reward.reward_function=email.mime.text:MIMEText",
+        "worker.reward={reward_function: null, reward_functions: [reward.py:compute_score, json:loads], "
+        "reward_weights: [1, 0.5]}",
     ],
 )
 def test_what_is_there_is_accepted(item: str, folder: Path, notices: Check) -> None:
@@ -150,6 +153,35 @@ def test_a_reward_function_that_is_not_there(spec: str, message: str, folder: Pa
     (text,) = faults(f"worker.reward.reward_function={spec}")
     assert text.startswith("worker.reward.reward_function: ")
     assert message in text
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (
+            [
+                "worker.reward.reward_function=null",
+                "worker.reward.reward_functions=[reward.py:compute_score, gone.py]",
+            ],
+            "worker.reward.reward_functions: there is no gone.py",
+        ),
+        (
+            ["worker.reward.reward_functions=[reward.py:compute_score]"],
+            "worker.reward.reward_function: ./reward.py:compute_score is set, and reward_functions too; keep one",
+        ),
+        (
+            [
+                "worker.reward.reward_function=null",
+                "worker.reward.reward_functions=[reward.py:compute_score]",
+                "worker.reward.reward_weights=[1, 2]",
+            ],
+            "worker.reward.reward_weights: has 2 numbers for 1 reward_functions; give one each",
+        ),
+    ],
+)
+def test_several_reward_functions(items: list[str], message: str, faults: Check) -> None:
+    (text,) = faults(*items)
+    assert text.startswith(message)
 
 
 @pytest.mark.parametrize(

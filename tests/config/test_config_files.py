@@ -5,12 +5,76 @@ from pathlib import Path
 import pytest
 
 from grpo_vlm.config import Config, load_and_check, sampling_values, updates_per_step
+from grpo_vlm.config.check import get
 
 ROOT = Path(__file__).parents[2]
 GEO3K = {
     "geo3k_qwen2_5_vl_3b": "Qwen/Qwen2.5-VL-3B-Instruct",
     "geo3k_qwen2_5_vl_7b": "Qwen/Qwen2.5-VL-7B-Instruct",
     "geo3k_qwen3_vl_4b": "Qwen/Qwen3-VL-4B-Instruct",
+    "geo3k_qwen3_vl_8b": "Qwen/Qwen3-VL-8B-Instruct",
+}
+DEFAULT = {  # the base's values of what the recipes set
+    "algorithm.adv_estimator": "grpo",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.disable_kl": False,
+    "algorithm.use_kl_loss": True,
+    "algorithm.kl_penalty": "low_var_kl",
+    "algorithm.kl_coef": 0.01,
+    "algorithm.online_filtering": False,
+    "worker.actor.loss_type": "default",
+    "worker.actor.loss_avg_mode": None,
+    "worker.actor.clip_ratio_low": 0.2,
+    "worker.actor.clip_ratio_high": 0.3,
+}
+NO_KL = {"algorithm.disable_kl": True, "algorithm.use_kl_loss": False}
+RECIPES = {
+    "grpo": {},
+    "dapo": {
+        **NO_KL,
+        "algorithm.online_filtering": True,
+        "worker.actor.loss_avg_mode": "token",
+        "worker.actor.clip_ratio_high": 0.28,
+    },
+    "gspo": {
+        **NO_KL,
+        "worker.actor.loss_type": "gspo",
+        "worker.actor.loss_avg_mode": "seq",
+        "worker.actor.clip_ratio_low": 3e-4,
+        "worker.actor.clip_ratio_high": 4e-4,
+    },
+    "cispo": {
+        **NO_KL,
+        "worker.actor.loss_type": "cispo",
+        "worker.actor.loss_avg_mode": "token",
+        "worker.actor.clip_ratio_low": 1.0,
+        "worker.actor.clip_ratio_high": 4.0,
+    },
+    "sapo": {
+        **NO_KL,
+        "worker.actor.loss_type": "sapo",
+        "worker.actor.loss_avg_mode": "seq",
+    },
+    "dr_grpo": {
+        "algorithm.norm_adv_by_std_in_grpo": False,
+        **NO_KL,
+        "worker.actor.loss_type": "dr_grpo",
+        "worker.actor.loss_avg_mode": "seq-mean-token-sum-norm",
+        "worker.actor.clip_ratio_high": 0.2,
+    },
+    "rloo": {
+        "algorithm.adv_estimator": "rloo",
+        "algorithm.use_kl_loss": False,
+        "algorithm.kl_penalty": "kl",
+        "algorithm.kl_coef": 1e-3,
+        "worker.actor.clip_ratio_high": 0.2,
+    },
+    "reinforce_plus_plus": {
+        "algorithm.adv_estimator": "reinforce_plus_plus",
+        "algorithm.use_kl_loss": False,
+        "algorithm.kl_penalty": "kl",
+        "worker.actor.clip_ratio_high": 0.2,
+    },
 }
 
 
@@ -38,6 +102,20 @@ def test_geo3k_has_easyr1s_example_values(name: str, world_size: int, monkeypatc
     assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_dual) == (0.2, 0.3, 3.0)
     val = sampling_values(config, validation=True)
     assert (val["temperature"], val["top_p"], val["n"], val["max_tokens"]) == (0.6, 0.95, 1, 2048)
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_change_what_they_say(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = read(f"recipes/{name}", world_size=world_size)
+    assert {key: get(config, key) for key in DEFAULT} == DEFAULT | RECIPES[name]
+    assert config.trainer.experiment_name == f"geo3k_{name}"
+    assert config.worker.actor.model.model_path == GEO3K["geo3k_qwen2_5_vl_3b"]
+
+
+def test_all_recipes_are_tested() -> None:
+    assert sorted(path.stem for path in (ROOT / "configs/recipes").glob("*.yaml")) == sorted(RECIPES)
 
 
 def test_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
