@@ -1,4 +1,5 @@
-"""The command line: `grpo-vlm train` is train.py, `grpo-vlm prepare` writes data sets.
+"""The command line: `grpo-vlm train` is train.py, `grpo-vlm prepare` writes data sets, `grpo-vlm translate` shows what
+a configuration of EasyR1 or verl becomes.
 
 Exit codes: 0 done; 1 a fault of ours or of the machine, with its traceback, or a generation engine that is lost, said
 in one message; 2 something to mend in the command, the configuration, the data or the reward, said in one message; 130
@@ -10,10 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from grpo_vlm.config.help import format_help
-from grpo_vlm.errors import ConfigError, GRPOVLMError, RolloutError
+from grpo_vlm.errors import GRPOVLMError, RolloutError
 
 USAGE = """usage: grpo-vlm train [--config FILE] [key=value ...]
-       grpo-vlm prepare easyvqa --out DIR
+       grpo-vlm prepare geo3k|openr1mm|tinyllava_video|easyvqa|clevr --out DIR
+       grpo-vlm data check FILE [--config FILE] [key=value ...]
+       grpo-vlm reward FILE:FUNCTION --data FILE [--completions FILE]
+       grpo-vlm translate FILE | key=value ...    (a configuration of EasyR1 or verl, as YAML)
 
 One process: `grpo-vlm train`. Several: accelerate launch --config_file accelerate_configs/NAME.yaml train.py with the
 same arguments.
@@ -21,25 +25,24 @@ same arguments.
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Parse -> check -> run. `arguments` are `--config FILE` and `key=value` items; `--help` lists the keys."""
+    """Parse -> check -> run. `arguments` are `--config FILE` and `key=value` items; `--help` lists the keys. EasyR1's
+    and verl's command lines may be given as they are."""
     parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", action="append", default=[])
+    parser.add_argument("--config-name", metavar="NAME", action="append", default=[])  # verl's, of Hydra
+    parser.add_argument("--config-path", metavar="FOLDER", action="append", default=[])
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
     if options.help:
         print(f"{USAGE}\n{format_help()}")
         return
-    files = options.config + [item for item in options.overrides if item.startswith("config=")]
-    if len(options.config) < len(files):
-        raise ConfigError(f"{files[-1]}: a configuration file is named by --config {files[-1].partition('=')[2]}")
-    if len(files) > 1:
-        raise ConfigError(
-            f"--config is given {len(files)} times ({', '.join(files)}); put what they share in one file"
-        )
     from grpo_vlm.run import Run  # not needed to print the help
 
-    Run(files[0] if files else {}, options.overrides).train()
+    overrides = [f"config={file}" for file in options.config] + options.overrides
+    overrides += [f"hydra.config_name={name}" for name in options.config_name]
+    overrides += [f"hydra.config_path={folder}" for folder in options.config_path]
+    Run({}, overrides).train()
 
 
 def prepare(arguments: Sequence[str]) -> int:
@@ -49,7 +52,35 @@ def prepare(arguments: Sequence[str]) -> int:
     return write(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {"train": train, "prepare": prepare}
+def data(arguments: Sequence[str]) -> int:
+    """Reports what is in a data set and what is wrong with it."""
+    from grpo_vlm.data.check import main as check
+    from grpo_vlm.model.load import load_processor
+
+    return check(arguments, load_processor)
+
+
+def translate(arguments: Sequence[str]) -> None:
+    """Prints a configuration of EasyR1 or verl as YAML for this package."""
+    from grpo_vlm.config.translate import main as show
+
+    show(arguments)
+
+
+def reward(arguments: Sequence[str]) -> None:
+    """Shows what a reward function makes of answers, and how long it takes."""
+    from grpo_vlm.reward_trial import main as try_out
+
+    try_out(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
+    "train": train,
+    "prepare": prepare,
+    "data": data,
+    "translate": translate,
+    "reward": reward,
+}
 
 
 def guarded(command: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:

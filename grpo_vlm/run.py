@@ -32,7 +32,7 @@ class Run:
         config: a Config, a mapping with nested or dotted keys, or the path of a YAML file.
         overrides: `key=value` items on top of it.
         train_rows, val_rows: lists of row dicts in place of data.train_files and data.val_files.
-        reward: a function in place of worker.reward.reward_function.
+        reward: a function, or several, in place of worker.reward.reward_function.
 
     Raises:
         ConfigError: every fault of the configuration at once.
@@ -45,7 +45,7 @@ class Run:
         *,
         train_rows: Iterable[Mapping[str, Any]] | None = None,
         val_rows: Iterable[Mapping[str, Any]] | None = None,
-        reward: Callable | None = None,
+        reward: Callable | Sequence[Callable] | None = None,
     ):
         self.train_rows = None if train_rows is None else list(train_rows)
         self.val_rows = None if val_rows is None else list(val_rows)

@@ -1,5 +1,6 @@
 """Fixtures that several test files share. Servers are expensive: one per model kind for the whole session."""
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -44,3 +45,9 @@ def vllm_engine(tmp_path_factory) -> Callable[[str], VLLMEngine]:
     yield engine
     for started in engines.values():
         started.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory) -> None:
+    """Tests keep nothing between runs and touch nothing of the user's; their subprocesses likewise."""
+    os.environ["GRPO_VLM_CACHE"] = str(tmp_path_factory.mktemp("cache"))

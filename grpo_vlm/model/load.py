@@ -1,15 +1,28 @@
 """Loads the processor, the policy and the reference model as the configuration says."""
 
+import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+)
 
 from grpo_vlm.config import Config, dtype_name, read_template, tokenizer_path
 from grpo_vlm.errors import ConfigError
+from grpo_vlm.hub import model_folder
 from grpo_vlm.model.packed import enable_packing, form
+
+ADAPTER = "adapter"  # folder of a checkpoint
 
 
 def load_processor(config: Config) -> ProcessorMixin:
@@ -30,19 +43,48 @@ def load_processor(config: Config) -> ProcessorMixin:
     return processor
 
 
-def load_policy(config: Config, path: str | Path | None = None) -> PreTrainedModel:
-    """The model to train, with frozen parts already frozen. `path` overrides the configured model (a checkpoint's
-    model folder on resume)."""
-    model = _load(config, path, master_dtype(config))
-    if config.worker.actor.model.freeze_vision_tower:
-        for parameter in vision_tower(model).parameters():
+def load_policy(config: Config, checkpoint: Path | None = None) -> PreTrainedModel | PeftModel:
+    """The model to train, with frozen parts already frozen and adapters where `lora.rank` asks for them. checkpoint:
+    the folder global_step_N to go on from."""
+    settings = config.worker.actor.model
+    adapted = settings.lora.rank > 0
+    model = _load(config, None if checkpoint is None or adapted else checkpoint / "model", master_dtype(config))
+    if settings.freeze_vision_tower or settings.freeze_merger:
+        _freeze_vision(vision_tower(model), tower_too=settings.freeze_vision_tower, merger=settings.freeze_merger)
+    if not adapted:
+        return model
+    if checkpoint is not None:
+        return PeftModel.from_pretrained(model, checkpoint / ADAPTER, is_trainable=True)
+    with torch.random.fork_rng():  # the same adapters for the same seed, and on every rank
+        torch.manual_seed(config.worker.rollout.seed)
+        return get_peft_model(model, _lora(config))
+
+
+def _lora(config: Config) -> LoraConfig:
+    settings = config.worker.actor.model
+    named, left_out = settings.lora.target_modules, settings.lora.exclude_modules
+    if settings.freeze_vision_tower and left_out is None:
+        left_out = ".*(visual|vision_tower).*"
+    return LoraConfig(
+        r=settings.lora.rank,
+        lora_alpha=settings.lora.alpha,
+        lora_dropout=0.0,  # the same policy must be scored twice
+        target_modules=named.split(",") if "," in named else named,
+        exclude_modules=left_out,
+    )
+
+
+def _freeze_vision(tower: nn.Module, *, tower_too: bool, merger: bool | None) -> None:
+    """merger: None as the tower. Qwen3-VL's deepstack mergers go with the merger."""
+    merger = tower_too if merger is None else merger
+    for name, parameter in tower.named_parameters():
+        if merger if "merger" in name else tower_too:
             parameter.requires_grad_(False)
-    return model
 
 
-def load_reference(config: Config) -> PreTrainedModel:
-    """The frozen start of the run: always the configured model, never a checkpoint of the run."""
-    return _load(config, None, master_dtype(config)).requires_grad_(False).eval()
+def load_reference(config: Config, path: str | Path | None = None) -> PreTrainedModel:
+    """The frozen start of the run: the configured model, or the one in `path` where the reference has moved since."""
+    return _load(config, path, master_dtype(config)).requires_grad_(False).eval()
 
 
 def master_dtype(config: Config) -> torch.dtype:
@@ -65,10 +107,15 @@ def _load(config: Config, path: str | Path | None, dtype: torch.dtype) -> PreTra
     model = config.worker.actor.model
     source = str(path or model.model_path)
     key = "worker.actor.model.model_path"
+    changed = {}
+    if model.override_config:
+        base = _from_pretrained(AutoConfig, source, key, trust_remote_code=model.trust_remote_code)
+        changed["config"] = _overridden(base, model.override_config, "worker.actor.model.override_config")
     loaded = _from_pretrained(
         AutoModelForImageTextToText,
         source,
         key,
+        **changed,
         dtype=dtype,
         attn_implementation="sdpa",
         trust_remote_code=model.trust_remote_code,
@@ -78,11 +125,30 @@ def _load(config: Config, path: str | Path | None, dtype: torch.dtype) -> PreTra
     return loaded
 
 
+def _overridden(config: PretrainedConfig, entries: Mapping[str, Any], key: str) -> PretrainedConfig:
+    """The configuration with these entries. ConfigError for one that it does not have."""
+    known = config.to_dict()
+    for name, value in entries.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(
+                f"{key}.{name}: the config.json of {config.model_type} has no such entry"
+                + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(known)[:20])}, ...")
+            )
+        part = getattr(config, name)
+        if isinstance(part, PretrainedConfig) and isinstance(value, Mapping):
+            _overridden(part, value, f"{key}.{name}")
+        else:
+            setattr(config, name, value)
+    return config
+
+
 def _from_pretrained(cls: type, path: str, key: str, **options: Any) -> Any:
     """transformers reports an absent or unusable model as OSError or ValueError with a long text: one message with
     the key instead."""
+    folder = model_folder(path)
     try:
-        return cls.from_pretrained(path, **options)
+        return cls.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from grpo_vlm.model.attention import ATTENTION, attention_arguments
 from grpo_vlm.model.logprobs import score_tokens
 from grpo_vlm.model.packing import IMAGE, VIDEO, Media, PackedRow
+from grpo_vlm.model.positions import OWN_FAMILIES, video_positions
 from grpo_vlm.model.vision import VISION_ATTENTION, FeatureCache, VisionPlan, encode, pad_mlp_width
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose parts this file calls by name
@@ -188,7 +189,8 @@ def prompt_positions(
     video_grids: Tensor | None = None,
     seconds_per_grid: Sequence[float] | None = None,
 ) -> Tensor:
-    """int64 [3, P], the prompt's M-RoPE positions as the model's own `get_rope_index` makes them, on the CPU.
+    """int64 [3, P], the prompt's M-RoPE positions on the CPU: as the model's own `get_rope_index` makes them, but for
+    videos of the families that positions.py knows better.
 
     image_grids, video_grids: int64 [items, 3]. seconds_per_grid: time between a video's grid steps (Qwen2.5-VL).
     """
@@ -196,10 +198,17 @@ def prompt_positions(
     ids = torch.as_tensor(prompt_ids, dtype=torch.long)
     if image_grids is None and video_grids is None:
         return torch.arange(len(ids)).repeat(3, 1)
+    if video_grids is not None and base.config.model_type in OWN_FAMILIES:
+        return video_positions(
+            base.config,
+            ids.tolist(),
+            image_grids=image_grids,
+            video_grids=video_grids,
+            seconds_per_grid=seconds_per_grid,
+        )
     types = (ids == base.config.image_token_id).int() + 2 * (ids == base.config.video_token_id).int()
-    timing = {} if seconds_per_grid is None else {"second_per_grid_ts": torch.tensor(seconds_per_grid)}
     positions, _ = base.model.get_rope_index(
-        ids[None], mm_token_type_ids=types[None], image_grid_thw=image_grids, video_grid_thw=video_grids, **timing
+        ids[None], mm_token_type_ids=types[None], image_grid_thw=image_grids, video_grid_thw=video_grids
     )
     return positions[:, 0]
 

@@ -162,6 +162,37 @@ def validation_metrics(
     return {**result, **lengths}
 
 
+def answer_metrics(groups: Sequence[Sequence[tuple[str, float]]]) -> dict[str, float]:
+    """Several answers to each held-out row, each group a list of (final answer, overall score).
+
+    val/reward_score_se: standard error of val/reward_score over the rows (that of the rows' means). With n > 1 answers
+    to each row: val/mean@n, val/best@n (the best of a row), val/maj@n (the mean score of a row's most frequent answer,
+    the first of those where several are).
+    """
+    groups = [group for group in groups if group]
+    if not groups:
+        return {}
+    means = [_mean([score for _, score in group]) for group in groups]
+    result = {}
+    if len(groups) > 1:
+        result["val/reward_score_se"] = _std(means) / math.sqrt(len(groups) - 1)
+    n = max(map(len, groups))
+    if n > 1:
+        result |= {
+            f"val/mean@{n}": _mean(means),
+            f"val/best@{n}": _mean([max(score for _, score in group) for group in groups]),
+            f"val/maj@{n}": _mean([_majority_score(group) for group in groups]),
+        }
+    return result
+
+
+def _majority_score(group: Sequence[tuple[str, float]]) -> float:
+    by_answer: dict[str, list[float]] = {}
+    for answer, score in group:
+        by_answer.setdefault(answer, []).append(score)
+    return _mean(max(by_answer.values(), key=len))
+
+
 def _columns(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     """The values of each key over the rows that have it: a reward may return a part for some rows only."""
     columns: dict[str, list[float]] = {}

@@ -17,8 +17,9 @@ from typing import Any
 class Sample:
     """One prompt with one answer, as written to samples.jsonl.
 
-    `split` is "train" or "val"; `scores` holds every part the reward returned, "overall" among them; `advantage` is
-    None where none exists (validation); `response_length` counts tokens; `finish_reason` is "stop" or "length".
+    `split` is "train" or "val"; `scores` holds every part the reward returned, "overall" among them, and is empty for
+    a sample that was not scored; `advantage` is None where none exists (validation); `response_length` counts tokens;
+    `finish_reason` is "stop" or "length".
     """
 
     step: int

@@ -40,7 +40,10 @@ from grpo_vlm.report.record import StepRecord
 
 CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 LOCK_NAME = "run.lock"
-OWN_NAMES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "tensorboard", "vllm.log", "checkpoint_tracker.json")
+SKIPPED_NAME = "skipped_rows.jsonl"
+FAULTS_NAME = "reward_faults.jsonl"
+FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "tensorboard", "vllm.log", "checkpoint_tracker.json")
+OWN_NAMES = (*FILES, SKIPPED_NAME, FAULTS_NAME)
 SCORE_NAME = "val/reward_score"
 BEFORE_START = -1  # everything on file, the validation before training too, is superseded
 

@@ -22,7 +22,7 @@ import requests
 import torch
 
 from grpo_vlm.errors import RolloutError
-from grpo_vlm.rollout.failures import RequestRefused, RequestTimedOut, ServerGone
+from grpo_vlm.rollout.failures import RequestRefused, RequestTimedOut, ServerGone, WeightsLost
 from grpo_vlm.rollout.server import loopback_session
 from grpo_vlm.rollout.types import Completion, Request
 from grpo_vlm.rollout.wire import (
@@ -30,6 +30,7 @@ from grpo_vlm.rollout.wire import (
     PATH,
     SHARED_TYPE,
     UNSHARED,
+    WEIGHTS_LOST,
     Answer,
     Batch,
     Failure,
@@ -72,6 +73,7 @@ class VLLMClient:
         self.request_timeout_s = request_timeout_s
         self.pixel_dtype = pixel_dtype
         self.adapter: str | None = None
+        self.weights: str | None = None  # name of those that the server must hold
         self.retries = 0
         self.connect(url, api_key)
 
@@ -146,7 +148,7 @@ class VLLMClient:
         return [call.answers[row] for row in range(len(batch))]
 
     def wire_batch(self, batch: Sequence[Request], rows: Sequence[int]) -> Batch:
-        """The requests of these rows, each distinct picture once and in the server's dtype."""
+        """The requests of these rows, each distinct picture and video once and in the server's dtype."""
         media: dict[str, Media] = {}
         numbers: dict[str, int] = {}
         asked = []
@@ -157,10 +159,15 @@ class VLLMClient:
                 if key not in media:
                     numbers[key] = len(media)
                     media[key] = Media(key, "image", pixels.to(self.pixel_dtype), tuple(grid))
+            for clip in prompt.videos:
+                if clip.key not in media:
+                    numbers[clip.key] = len(media)
+                    pixels, grid = clip.pixels.to(self.pixel_dtype), tuple(clip.grid.tolist())
+                    media[clip.key] = Media(clip.key, "video", pixels, grid, clip.seconds_per_grid)
             ids = np.asarray(prompt.token_ids, np.int32)
-            places = tuple(numbers[key] for key in prompt.image_keys)
+            places = tuple(numbers[key] for key in (*prompt.image_keys, *(clip.key for clip in prompt.videos)))
             asked.append(WireRequest(row, ids, places, self.sampling(batch[row])))
-        return Batch(asked, list(media.values()), self.adapter)
+        return Batch(asked, list(media.values()), self.adapter, weights=self.weights)
 
     def sampling(self, request: Request) -> dict[str, Any]:
         """Keyword arguments of `route.sampling_params`."""
@@ -265,6 +272,8 @@ class _Call:
         text = f"the vLLM server answered {PATH} with {answer.status}: {_message(answer.text)}"
         if answer.status >= 500:
             return ServerGone(text)
+        if answer.status == WEIGHTS_LOST:
+            raise WeightsLost(text)
         if answer.status == 404:
             text += ". Is it started with grpo_vlm's middleware (python -m grpo_vlm.rollout.serve)?"
         raise RolloutError(text)

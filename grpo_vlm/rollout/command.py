@@ -20,6 +20,7 @@ from typing import Any
 from grpo_vlm.config import Config, RolloutConfig, dtype_name
 from grpo_vlm.config.values import KEY_VARIABLE
 from grpo_vlm.errors import RolloutError
+from grpo_vlm.hub import model_folder
 from grpo_vlm.rollout.versions import installed, server_options
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +74,7 @@ class ServerSettings:
     tokenizer_path: str | None = None
     log_stats: bool = False
     lora_rank: int = 0
+    override_config: Mapping[str, Any] = field(default_factory=dict)
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -97,8 +99,8 @@ def server_settings(config: Config, device: str, processes: int = 1) -> ServerSe
         dtype = "float32" if device == "cpu" else "bfloat16"
     tensor, engines, gpus = devices(rollout, device, processes)
     return ServerSettings(
-        model_path=model.model_path,
-        tokenizer_path=model.tokenizer_path,
+        model_path=model_folder(model.model_path),
+        tokenizer_path=model.tokenizer_path and model_folder(model.tokenizer_path),
         device=device,
         placement=rollout.placement,
         gpus=gpus,
@@ -119,6 +121,7 @@ def server_settings(config: Config, device: str, processes: int = 1) -> ServerSe
         chat_template=data.override_chat_template,
         log_stats=not rollout.disable_log_stats,
         lora_rank=model.lora.rank if rollout.lora_sync == "adapter" else 0,
+        override_config=dict(model.override_config),
         engine_kwargs=dict(rollout.engine_kwargs),
     )
 
@@ -188,6 +191,7 @@ def fixed_options(settings: ServerSettings, port: int) -> dict[str, Any]:
     return {
         "model": settings.model_path if cpu or settings.lora_rank else stable_path(settings.model_path),
         "tokenizer": settings.tokenizer_path,
+        "hf-overrides": settings.override_config or None,
         "served-model-name": MODEL_NAME,
         "host": settings.host,
         "port": port,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from grpo_vlm.errors import RolloutError
+from grpo_vlm.model.packed import base_model, prompt_positions
 from grpo_vlm.rollout.types import Completion, Request, Sampling, banned_token_ids, eos_token_ids
 
 CHUNK_TOKENS = 65536  # prompt and completion tokens that are in the cache at one time
@@ -38,6 +39,7 @@ class TransformersEngine:
         self.model = accelerator.unwrap_model(model)
         self.tokenizer = processor.tokenizer
         self.image_id = self.model.config.image_token_id
+        self.video_id = self.model.config.video_token_id
         self.banned_ids = banned_token_ids(processor, self.model.config)
         self.eos_ids = eos_token_ids(processor, self.model.generation_config)
         self.version = -1
@@ -83,7 +85,7 @@ class TransformersEngine:
         """Requests with the same sampling settings, at one time."""
         sampling, device = chunk[0].sampling, self.accelerator.device
         inputs = self._pad(chunk)
-        position_ids = self._positions(inputs)
+        position_ids = self._positions(chunk, inputs)
         cache = DynamicCache(config=self.model.config.get_text_config())
         logits = self.model(
             **inputs, position_ids=position_ids, past_key_values=cache, use_cache=True, logits_to_keep=1
@@ -153,7 +155,7 @@ class TransformersEngine:
         return [rows[first : first + n] for first in range(0, len(rows), n)]
 
     def _pad(self, chunk: Sequence[Request]) -> dict[str, Tensor]:
-        """Left-padded prompts [P, L] and the pictures of all of them."""
+        """Left-padded prompts [P, L] and the pictures and videos of all of them."""
         device = self.accelerator.device
         length = max(len(request.prompt.token_ids) for request in chunk)
         ids = torch.full((len(chunk), length), self.tokenizer.pad_token_id, dtype=torch.long)
@@ -165,20 +167,37 @@ class TransformersEngine:
         inputs = {
             "input_ids": ids,
             "attention_mask": mask,
-            "mm_token_type_ids": ((ids == self.image_id) & mask.bool()).int(),
+            "mm_token_type_ids": ((ids == self.image_id).int() + 2 * (ids == self.video_id).int()) * mask,
         }
         prompts = [request.prompt for request in chunk if request.prompt.pixel_values is not None]
         if prompts:
             inputs["pixel_values"] = torch.cat([prompt.pixel_values for prompt in prompts])
             inputs["image_grid_thw"] = torch.cat([prompt.image_grid_thw for prompt in prompts])
+        clips = [clip for request in chunk for clip in request.prompt.videos]
+        if clips:
+            inputs["pixel_values_videos"] = torch.cat([clip.pixels for clip in clips])
+            inputs["video_grid_thw"] = torch.stack([clip.grid for clip in clips])
         return {name: tensor.to(device) for name, tensor in inputs.items()}
 
-    def _positions(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Rotary positions [3, P, L]: the model's own rule with pictures, a count of the real tokens without."""
+    def _positions(self, chunk: Sequence[Request], inputs: dict[str, Tensor]) -> Tensor:
+        """Rotary positions [3, P, L]: the trainer's with videos, the model's own rule with pictures, a count of the
+        real tokens without."""
         mask = inputs["attention_mask"]
+        if "pixel_values_videos" in inputs:
+            positions = torch.zeros(3, *mask.shape, dtype=torch.long)
+            for row, request in enumerate(chunk):
+                own = prompt_positions(
+                    self.model,
+                    request.prompt.token_ids,
+                    image_grids=request.prompt.image_grid_thw,
+                    video_grids=request.prompt.video_grid_thw,
+                    seconds_per_grid=[clip.seconds_per_grid for clip in request.prompt.videos],
+                )
+                positions[:, row, mask.shape[1] - own.shape[1] :] = own
+            return positions.to(mask.device)
         if "pixel_values" not in inputs:
             return (mask.cumsum(-1) - 1).clamp(min=0)[None].expand(3, -1, -1)
-        return self.model.base_model.get_rope_index(
+        return base_model(self.model).base_model.get_rope_index(
             inputs["input_ids"],
             image_grid_thw=inputs["image_grid_thw"],
             attention_mask=mask,

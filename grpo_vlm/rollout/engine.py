@@ -32,6 +32,7 @@ from grpo_vlm.rollout.supervise import SHOWN_ROWS, Job, Report, Verdict, Watchdo
 from grpo_vlm.rollout.sync import SHARED_MEMORY, WeightSync, remove_left_folders
 from grpo_vlm.rollout.sync_choice import make_sync
 from grpo_vlm.rollout.types import Completion, Request, banned_token_ids, eos_token_ids
+from grpo_vlm.rollout.wire import WEIGHTS_PATH
 
 MARGIN_S = 120.0  # beyond its own time-outs, what a rank may take before the others give it up
 
@@ -183,6 +184,7 @@ class VLLMEngine:
     def sync(self, model: nn.Module, version: int) -> dict[str, float]:
         """Wake the server if it sleeps, transfer the weights, drop its caches; a fallen server is started again."""
         self.model, self.version = model, version
+        self._weights_name = self.client.weights = f"{self.run_dir.name}, version {version}"
         while True:
             metrics, problem = self._send()
             if problem is None:
@@ -218,9 +220,8 @@ class VLLMEngine:
 
     def metrics(self) -> dict[str, float]:
         """Restarts of the server and prompts asked for again, by all ranks, since the last call."""
-        taken = {name: float(count) for name, count in self._counts.items()}
-        self._counts = dict.fromkeys(self._counts, 0)
-        return taken
+        taken, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+        return {name: float(count) for name, count in taken.items()}
 
     def release(self) -> None:
         """Put the server to sleep until the next sync. (`generate` has ended on all ranks when it ends on one.)"""
@@ -228,9 +229,9 @@ class VLLMEngine:
             return
         with self._watched():
             self._on_leaders(self._sleep)
+        self.asleep = True
         if self.transfer.sleep_level > 1:
             self.transfer.forget()
-        self.asleep = True
 
     def close(self) -> None:
         """Stop the server."""
@@ -243,14 +244,13 @@ class VLLMEngine:
     def _launch(self, mine: bool) -> tuple[list[str], bool, tuple[str, str]]:
         """Start the servers of the leaders with `mine`. Returns what went wrong, whether that was this rank's server,
         and the address and key of the server that this rank uses."""
-        problem, where = None, (None, None)
+        problem = None
         if mine:
             try:
                 self.server.start(self.on_wait)
             except RolloutError as error:
                 problem = str(error)
-        if self.leads:
-            where = (self.server.url, self.server.api_key)
+        where = (self.server.url, self.server.api_key) if self.leads else (None, None)
         limit_s = self.settings.start_timeout_s + MARGIN_S
         told = self.meeting.exchange([self.leader, problem, *where], limit_s=limit_s, what="start the vLLM server")
         self.followers = [rank for rank, (leader, *_) in enumerate(told) if leader == self.meeting.rank]
@@ -263,7 +263,7 @@ class VLLMEngine:
             with self._watched():
                 self._on_leaders(self._prepare)
                 metrics = self.transfer.send(self.model)
-                self._on_leaders(lambda: self._wake("kv_cache"))
+                self._on_leaders(self._name_weights)
         except RolloutError as problem:
             return {}, str(problem)
         return metrics, None
@@ -281,8 +281,7 @@ class VLLMEngine:
     def _act(self, verdict: Verdict, reports: Sequence[Report] = ()) -> str:
         """Do what the leaders' verdicts come to: raise, start servers again, or nothing. Returns the action."""
         told = self.meeting.exchange(asdict(verdict), limit_s=MARGIN_S, what="judge the vLLM server")
-        verdicts = [Verdict(**values) for values in told]
-        action = agree(verdicts)
+        action = agree(verdicts := [Verdict(**values) for values in told])
         causes = [each.message for each in verdicts if each.action == action]
         if action == "raise":
             raise RolloutError(causes[0])
@@ -305,9 +304,9 @@ class VLLMEngine:
             )
             if self.accelerator.device.type != "cpu":
                 torch.accelerator.empty_cache()  # the server finds no room in what the trainer only keeps at hand
+            if mine and self.server.process is not None:
+                kill(self.server.process)
             if mine:
-                if self.server.process is not None:
-                    kill(self.server.process)
                 self.server.stop()
             causes, mine, where = self._launch(mine)
         self.client.connect(*where)
@@ -328,8 +327,7 @@ class VLLMEngine:
         told = self.meeting.exchange(
             problem, limit_s=self.request_timeout_s + MARGIN_S, what="control the vLLM server"
         )
-        faults = [fault for fault in told if fault is not None]
-        if faults:
+        if faults := [fault for fault in told if fault is not None]:
             raise RolloutError(faults[0])
 
     # ---- what one rank does
@@ -353,6 +351,11 @@ class VLLMEngine:
             self.transfer.connect()
             self._new = False
         self._wake("weights")
+
+    def _name_weights(self) -> None:
+        """After a transfer: the server's caches are made, and it knows what it holds."""
+        self._wake("kv_cache")
+        self.client.post(WEIGHTS_PATH, {"weights": self._weights_name})
 
     def _sleep(self) -> None:
         """Put the server to sleep. The next sync finds one that is gone, and starts it again."""

@@ -33,6 +33,10 @@ class ServerGone(RolloutError):
     """The server cannot be reached, broke off, or has hung: a fresh one may help."""
 
 
+class WeightsLost(RolloutError):
+    """The server answers, but not with the weights of the last sync: it was started again since. A sync helps."""
+
+
 class RequestTimedOut(RolloutError):
     """One prompt's answer did not come within `limit_s` seconds, the value of the configuration's `key`."""
 

@@ -1,5 +1,6 @@
 """Server side of our own route POST /grpo_vlm/generate: token ids and processed pictures in, token ids and log-probs
-out.
+out; and of POST /grpo_vlm/weights, which names the weights that the server was just given, so that one that was
+started again meanwhile and holds others refuses to generate.
 
 Runs inside vLLM's API process as ASGI middleware (auth.RequireKey puts it behind the key) and speaks to the engine
 directly. Compared with chat completions nothing is rendered, tokenised, decoded or turned into JSON per token, no
@@ -25,6 +26,8 @@ from grpo_vlm.rollout.wire import (
     PATH,
     SHARED_TYPE,
     UNSHARED,
+    WEIGHTS_LOST,
+    WEIGHTS_PATH,
     Answer,
     Batch,
     Failure,
@@ -43,19 +46,24 @@ BATCH_NUMBER = itertools.count()
 
 
 class GenerateRoute:
-    """Answers PATH itself and hands every other path on."""
+    """Answers PATH and WEIGHTS_PATH itself and hands every other path on."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
         self.running = 0  # batches that are being generated
+        self.weights: str | None = None  # name of those that a trainer has sent; None: those of the model's folder
         self.adding = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
+        if scope["type"] != "http" or scope["path"] not in (PATH, WEIGHTS_PATH):
             await self.app(scope, receive, send)
             return
         if scope["method"] != "POST":
-            await refuse(send, 405, f"{PATH} takes POST")
+            await refuse(send, 405, f"{scope['path']} takes POST")
+            return
+        if scope["path"] == WEIGHTS_PATH:
+            self.weights = json.loads(await read_body(dict(scope["headers"]), receive))["weights"]
+            await reply(send, 200, {})
             return
         prompts = await self._add(scope, receive, send)
         if prompts is None:
@@ -82,6 +90,10 @@ class GenerateRoute:
             batch = decode_batch(body)
         except (ValueError, KeyError, TypeError) as error:
             await refuse(send, 400, f"the batch cannot be read: {error}")
+            return None
+        if batch.weights is not None and batch.weights != self.weights:
+            held = self.weights or "those that it was started with"
+            await refuse(send, WEIGHTS_LOST, f"the server holds other weights than {batch.weights}: {held}")
             return None
         adapters = state.openai_serving_models.lora_requests
         if batch.adapter is not None and batch.adapter not in adapters:
@@ -143,6 +155,7 @@ class Adder:
             3 * config.vision_config.temporal_patch_size * config.vision_config.patch_size**2,
             # Qwen3-VL writes a time stamp before each frame; its positions are counted from <|vision_start|>.
             framed_videos=config.model_type.startswith("qwen3"),
+            timed_videos=config.model_type == "qwen2_5_vl",
         )
 
     async def add(self, request: WireRequest) -> Running:
@@ -203,8 +216,8 @@ class Adder:
                 PIXEL_KEYS[media.kind]: media.pixels.to(self.engine.model_config.dtype),
                 GRID_KEYS[media.kind]: torch.tensor([media.grid]),
             }
-            if media.seconds_per_grid is not None:  # transformers, and so the trainer, counts whole seconds
-                tensors["second_per_grid_ts"] = torch.tensor([float(int(media.seconds_per_grid))])
+            if media.seconds_per_grid is not None and self.vision.timed_videos:
+                tensors["second_per_grid_ts"] = torch.tensor([media.seconds_per_grid])
             fields = self.engine.renderer.get_mm_processor()._get_mm_fields_config(tensors, {})
             (self.items[number],) = MultiModalKwargsItems.from_hf_inputs(tensors, fields)[media.kind]
         return self.items[number]
@@ -235,12 +248,13 @@ def sampling_params(
 @dataclass(frozen=True)
 class Vision:
     """How the model takes media: placeholder id by kind, patches merged along a side, numbers of a patch, whether a
-    video's frames have time stamps between them."""
+    video's frames have time stamps between them, whether positions count its seconds."""
 
     token_ids: dict[str, int]
     merge_size: int
     patch_dim: int
     framed_videos: bool
+    timed_videos: bool = False
 
 
 def place_media(token_ids: np.ndarray, media: Sequence[Media], vision: Vision) -> list[Any]:
@@ -370,6 +384,11 @@ async def disconnected(receive: Any) -> None:
 
 async def refuse(send: Any, status: int, reason: str) -> None:
     """A whole answer that is an error, in the form of vLLM's own."""
-    body = json.dumps({"error": {"message": reason}}).encode()
+    await reply(send, status, {"error": {"message": reason}})
+
+
+async def reply(send: Any, status: int, values: dict[str, Any]) -> None:
+    """A whole answer in JSON."""
+    body = json.dumps(values).encode()
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
     await send({"type": "http.response.body", "body": body})

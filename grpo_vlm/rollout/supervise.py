@@ -20,7 +20,7 @@ import requests
 
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.rollout.client import VLLMClient
-from grpo_vlm.rollout.failures import RequestRefused, RequestTimedOut, ServerGone
+from grpo_vlm.rollout.failures import RequestRefused, RequestTimedOut, ServerGone, WeightsLost
 from grpo_vlm.rollout.guard import descendants
 from grpo_vlm.rollout.server import ExternalServer, VLLMServer, loopback_session
 from grpo_vlm.rollout.types import Completion, Request
@@ -178,7 +178,8 @@ def kill(guard: subprocess.Popen[bytes]) -> None:
 class Report:
     """How one rank's attempt to get its answers went. It travels between ranks as a dict.
 
-    failure: "" (all answered), "refused", "gone", "timeout" (repeated: of a row that timed out before), "error".
+    failure: "" (all answered), "refused", "gone", "lost" (the server holds other weights), "timeout" (repeated: of a
+    row that timed out before), "error".
     missing, rows: prompts without an answer, and the first of their ids. retries: prompts asked for again.
     """
 
@@ -235,6 +236,8 @@ class Job:
                 return {"failure": "refused", "message": message, "status": problem.status}
             case ServerGone():
                 return {"failure": "gone", "message": message}
+            case WeightsLost():
+                return {"failure": "lost", "message": message}
             case RequestTimedOut():
                 repeated = problem.row_id in self.slow
                 self.slow.add(problem.row_id)
@@ -263,9 +266,9 @@ def judge(reports: Sequence[Report], well: Callable[[], bool], failed_rounds: in
     for report in failed:
         if report.failure == "error" or report.repeated or 0 < report.status < 500:
             return Verdict("raise", report.message + remedy(report.message))
-    slow = [report for report in failed if report.failure == "timeout"]
-    if slow:
-        return Verdict("restart", slow[0].message)
+    helped = [report for report in failed if report.failure in ("timeout", "lost")]  # by a new server, or a sync
+    if helped:
+        return Verdict("restart", helped[0].message)
     if not well():
         return Verdict("restart", failed[0].message)
     refused = [report for report in failed if report.failure == "refused"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +119,18 @@ def _whole(parameters: Sequence[Tensor], zero3: bool) -> AbstractContextManager[
     import deepspeed
 
     return deepspeed.zero.GatheredParameters([part for part in parameters if isinstance(part, nn.Parameter)])
+
+
+@contextmanager
+def written(target: nn.Parameter, source: nn.Parameter, accelerator: Any) -> Iterator[None]:
+    """While the block runs, both are whole where ZeRO-3 has cut them up, and what it writes into `target` is kept."""
+    if not is_zero3(accelerator):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([source]), deepspeed.zero.GatheredParameters([target], modifier_rank=0):
+        yield
 
 
 def full(parameter: Tensor) -> Tensor:

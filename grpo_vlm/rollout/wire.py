@@ -30,9 +30,11 @@ import torch
 from torch import Tensor
 
 PATH = "/grpo_vlm/generate"
+WEIGHTS_PATH = "/grpo_vlm/weights"
 BODY_TYPE = "application/octet-stream"
 SHARED_TYPE = "application/x-grpo-vlm-memory"
 UNSHARED = 422  # the HTTP status that asks for the batch itself
+WEIGHTS_LOST = 412  # the HTTP status that says: other weights than the batch names
 MAGIC = b"GRPOVLM1"
 ALIGNMENT = 64
 BATCH_HEAD = struct.Struct("<8sQ")
@@ -59,7 +61,7 @@ class Media:
 @dataclass(frozen=True, eq=False)
 class WireRequest:
     """One prompt. index: the caller's number of it. token_ids: int32 [P], expanded. media: positions in
-    `Batch.media`, in reading order. sampling: keyword arguments of `route.sampling_params`."""
+    `Batch.media`, those of a kind in reading order. sampling: keyword arguments of `route.sampling_params`."""
 
     index: int
     token_ids: np.ndarray
@@ -70,12 +72,14 @@ class WireRequest:
 @dataclass(frozen=True, eq=False)
 class Batch:
     """What one POST asks for. adapter: the name of the LoRA adapter to compute with. hold: let no step of the engine
-    begin before all prompts are in, so that equal batches are computed equally."""
+    begin before all prompts are in, so that equal batches are computed equally. weights: name of those that the server
+    must hold."""
 
     requests: Sequence[WireRequest]
     media: Sequence[Media]
     adapter: str | None = None
     hold: bool = True
+    weights: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +110,7 @@ def encode_batch(batch: Batch) -> list[memoryview | bytes]:
     header = {
         "adapter": batch.adapter,
         "hold": batch.hold,
+        "weights": batch.weights,
         "requests": [
             {"index": r.index, "tokens": len(r.token_ids), "media": r.media, "sampling": r.sampling}
             for r in batch.requests
@@ -157,7 +162,7 @@ def decode_batch(body: bytearray | mmap.mmap) -> Batch:
         media.append(Media(item["key"], item["kind"], pixels, tuple(item["grid"]), item["seconds_per_grid"]))
     if used != len(body):
         raise ValueError(f"the body has {len(body)} bytes, its header speaks of {used}")
-    return Batch(requests, media, header["adapter"], header["hold"])
+    return Batch(requests, media, header["adapter"], header["hold"], header["weights"])
 
 
 def can_share(host: str | None) -> bool:

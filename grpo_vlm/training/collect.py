@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from grpo_vlm.config import Config, sampling_values
 from grpo_vlm.data.rows import Prompt
 from grpo_vlm.errors import RewardError
-from grpo_vlm.rewards.loader import Reward, RewardSample
+from grpo_vlm.rewards.forms import RewardSample
+from grpo_vlm.rewards.pool import RewardPool
 from grpo_vlm.rollout.engine import Engine
 from grpo_vlm.rollout.ranks import raise_first
 from grpo_vlm.rollout.types import Completion, Request, Sampling, request_seed
@@ -38,7 +39,7 @@ def reward_sample(prompt: Prompt, response: str, token_ids: tuple[int, ...]) -> 
 class Collector:
     """Generates with the engine and scores with the reward; knows nothing of training."""
 
-    def __init__(self, config: Config, engine: Engine, reward: Reward, tokenizer: Any, accelerator: Accelerator):
+    def __init__(self, config: Config, engine: Engine, reward: RewardPool, tokenizer: Any, accelerator: Accelerator):
         self.engine, self.reward, self.tokenizer, self.accelerator = engine, reward, tokenizer, accelerator
         self.seed = config.worker.rollout.seed
         self.skip_special_tokens = config.worker.reward.skip_special_tokens
@@ -62,8 +63,8 @@ class Collector:
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], places: Sequence[int]
     ) -> list[Group]:
-        """Calls the reward once with all samples of this rank. A RewardError of one rank is raised on all. `places`
-        number the prompts over all ranks."""
+        """Calls the reward once with all samples of this rank; a sample that it leaves unscored has None for a score.
+        A RewardError of one rank is raised on all. `places` number the prompts over all ranks."""
         samples = [
             reward_sample(prompt, self.text(completion), completion.token_ids)
             for prompt, row in zip(prompts, completions, strict=True)

@@ -54,7 +54,7 @@ def to_samples(
             prompt=group.prompt.text,
             response=collector.text(completion),
             ground_truth=group.prompt.ground_truth,
-            scores=dict(score),
+            scores=dict(score or {}),
             advantage=None if advantages is None else advantages[index],
             response_length=len(completion.token_ids),
             finish_reason=completion.finish_reason,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from grpo_vlm.config import Config, sampling_values
 from grpo_vlm.report import metrics
 from grpo_vlm.report.record import Sample
+from grpo_vlm.rewards.grade_extraction import find_answer
 from grpo_vlm.training.batch import Group
 
 GIB = 1024**3
@@ -134,35 +135,49 @@ def in_order(ranks: Sequence[Sequence[Placed]]) -> list[Scored]:
 
 def rollout_metrics(rows: Sequence[Scored], config: Config) -> dict[str, float]:
     """Metrics of a rollout step's samples (all ranks), under EasyR1's names."""
-    scores = [row.sample.scores for row in rows]
+    scored = [row for row in rows if row.sample.scores]
     lengths = [row.sample.response_length for row in rows]
-    advantages = [row.sample.advantage for row in rows]
-    groups: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        groups[row.sample.row_id].append(row.sample.scores["overall"])
+    advantages = [row.sample.advantage for row in scored]
     return {
-        **metrics.reward_metrics(scores),
+        **metrics.reward_metrics([row.sample.scores for row in scored]),
         **metrics.critic_metrics(
-            scores=[score["overall"] for score in scores],
-            rewards=[row.reward for row in rows],
+            scores=[row.sample.scores["overall"] for row in scored],
+            rewards=[row.reward for row in scored],
             advantages=advantages,
             returns=advantages,
-            response_lengths=lengths,
+            response_lengths=[row.sample.response_length for row in scored],
         ),
         **metrics.length_metrics(lengths, [row.prompt_length for row in rows], **_limits(config)),
-        **metrics.group_metrics(list(groups.values())),
+        **metrics.group_metrics([[row.sample.scores["overall"] for row in group] for group in _by_row(scored)]),
     }
+
+
+def _by_row(rows: Sequence[Scored]) -> list[list[Scored]]:
+    """The samples of each row of the data, in order of first appearance."""
+    groups: dict[str, list[Scored]] = defaultdict(list)
+    for row in rows:
+        groups[row.sample.row_id].append(row)
+    return list(groups.values())
 
 
 def validation_metrics(rows: Sequence[Scored], config: Config) -> dict[str, float]:
     """Metrics of the answers to the held-out rows (all ranks)."""
     limit = sampling_values(config, validation=True)["max_tokens"]
-    return metrics.validation_metrics(
-        [row.sample.scores for row in rows],
-        [row.sample.response_length for row in rows],
-        [row.prompt_length for row in rows],
-        **{**_limits(config), "max_response_length": limit},
-    )
+    scored = [row for row in rows if row.sample.scores]
+    answers = [
+        [("".join(find_answer(row.sample.response).candidates[:1]), row.sample.scores["overall"]) for row in group]
+        for group in _by_row(scored)
+    ]
+    return {
+        **metrics.validation_metrics(
+            [row.sample.scores for row in scored],
+            [row.sample.response_length for row in rows],
+            [row.prompt_length for row in rows],
+            **{**_limits(config), "max_response_length": limit},
+        ),
+        **metrics.answer_metrics(answers),
+        **({"val/not_scored_share": 1 - len(scored) / len(rows)} if len(scored) < len(rows) else {}),
+    }
 
 
 def load_metrics(ranks: Sequence[Sequence[Placed]]) -> dict[str, float]:
@@ -170,6 +185,12 @@ def load_metrics(ranks: Sequence[Sequence[Placed]]) -> dict[str, float]:
     return metrics.seqlen_metrics(
         [sum(row.scored.prompt_length + row.scored.sample.response_length for row in rank) for rank in ranks]
     )
+
+
+def reward_faults(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The counts of what went wrong in rewards, added up over the ranks, and the slowest call of any."""
+    names = ranks[0]
+    return {name: (max if name.endswith("_s") else sum)(rank[name] for rank in ranks) for name in names}
 
 
 def speed_metrics(rows: Sequence[Scored], seconds: dict[str, float], num_devices: int) -> dict[str, float]:

@@ -8,7 +8,8 @@ Shape legend: B samples of the update, b samples of a row, t longest completion 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,18 @@ from grpo_vlm.model.cost import Mode, ModelShape, row_bytes, row_seconds
 from grpo_vlm.model.load import vision_tower
 from grpo_vlm.model.logprobs import PaddedBatch, score_completions
 from grpo_vlm.model.packed import form, media_positions, prepare, prompt_positions
-from grpo_vlm.model.packing import Load, Media, PackedRow, PackGroup, blank_group, build_row, load_of, pack
+from grpo_vlm.model.packing import (
+    IMAGE,
+    VIDEO,
+    Load,
+    Media,
+    PackedRow,
+    PackGroup,
+    blank_group,
+    build_row,
+    load_of,
+    pack,
+)
 from grpo_vlm.model.vision import FeatureCache
 from grpo_vlm.training.batch import Group, Padding, RolloutBatch, on_device, pad
 
@@ -80,6 +92,7 @@ def make_scorer(
     sharded: whether ranks hold parts of the weights, so that all of them must run every module."""
     if config.worker.actor.padding_free and form(model.config)[0] == "packed":
         return PackedScorer(config, model, banned_ids=banned_ids, padding=padding, sharded=sharded)
+    padding = replace(padding, video_id=model.config.video_token_id, positions=partial(positions_of, model))
     return PlainScorer(config, banned_ids=banned_ids, padding=padding)
 
 
@@ -156,7 +169,7 @@ class PackedScorer:
         media = prompt_media(prompt, self.model.config.vision_config.spatial_merge_size)
         return PackGroup(
             prompt_ids=prompt.token_ids,
-            prompt_positions=prompt_positions(self.model, prompt.token_ids, image_grids=prompt.image_grid_thw),
+            prompt_positions=positions_of(self.model, prompt),
             completions=[completion.token_ids for completion in completions],
             samples=samples,
             media=media,
@@ -192,11 +205,22 @@ class PackedScorer:
 
 
 def prompt_media(prompt: Prompt, merge_size: int) -> tuple[Media, ...]:
-    """The pictures of a prompt, in the order of their marks."""
-    if not prompt.pixels:
-        return ()
-    parts = zip(prompt.image_keys, prompt.pixels, prompt.image_grid_thw, strict=True)
-    return tuple(Media(key, "image", pixels, grid, merge_size) for key, pixels, grid in parts)
+    """The pictures of a prompt, then its videos, in the order of their marks."""
+    grids = () if prompt.image_grid_thw is None else prompt.image_grid_thw
+    parts = zip(prompt.image_keys, prompt.pixels, grids, strict=True)
+    pictures = [Media(key, IMAGE, pixels, grid, merge_size) for key, pixels, grid in parts]
+    return (*pictures, *(Media(clip.key, VIDEO, clip.pixels, clip.grid, merge_size) for clip in prompt.videos))
+
+
+def positions_of(model: nn.Module, prompt: Prompt) -> Tensor:
+    """int64 [3, P], the prompt's M-RoPE positions."""
+    return prompt_positions(
+        model,
+        prompt.token_ids,
+        image_grids=prompt.image_grid_thw,
+        video_grids=prompt.video_grid_thw,
+        seconds_per_grid=[clip.seconds_per_grid for clip in prompt.videos],
+    )
 
 
 @dataclass(frozen=True)

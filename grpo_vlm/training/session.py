@@ -17,26 +17,29 @@ from typing import Any, TypeVar
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_vlm.config import Config, run_folder, to_yaml, updates_per_step
+from grpo_vlm.config.reward_sources import BY_DATA_SOURCE
 from grpo_vlm.data.dataset import PromptDataset
 from grpo_vlm.data.sampler import steps_per_epoch
 from grpo_vlm.errors import ConfigError, DataError, GRPOVLMError, RewardError
 from grpo_vlm.model.load import load_policy, load_processor, load_reference
 from grpo_vlm.report.console import Console
 from grpo_vlm.report.record import Sample, spread
-from grpo_vlm.report.run_folder import BEFORE_START, RunFolder, last_checkpoint
+from grpo_vlm.report.run_folder import BEFORE_START, SKIPPED_NAME, RunFolder, last_checkpoint
 from grpo_vlm.report.trackers import make_trackers
-from grpo_vlm.rewards.loader import load_reward
+from grpo_vlm.rewards.by_source import check_rows
 from grpo_vlm.training import checkpoint
 from grpo_vlm.training.arguments import launched_with_deepspeed
-from grpo_vlm.training.collect import reward_sample
+from grpo_vlm.training.reference import saved_reference
+from grpo_vlm.training.reward_start import ConstantReward, FaultLog, check_golds, start_rewards, try_reward
 from grpo_vlm.training.trainer import GRPOVLMTrainer
 
 LAST_LINES = 500
+LONGEST_NAMED = 3  # of the rows that are left out or changed
 T = TypeVar("T")
-REWARD_TRIALS = 4  # rows on which the reward is called before anything heavy
 
 
 def quieten() -> None:
@@ -65,26 +68,46 @@ class Session:
         notices: Sequence[str] = (),
         train_rows: Sequence[Mapping[str, Any]] | None = None,
         val_rows: Sequence[Mapping[str, Any]] | None = None,
-        reward: Callable | None = None,
+        reward: Callable | Sequence[Callable] | None = None,
     ):
         quieten()
         self.config, self.stack = config, ExitStack()
+        self.skipped: list[dict[str, str]] = []  # rows that data.on_bad_media left out
         self.world_size, self.is_main = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0)) == 0
         self.console = Console(enabled=self.is_main)
         for notice in notices:
             self.console.note(notice)
+        if config.worker.actor.optim.strategy == "adamw_bf16" and launched_with_deepspeed():
+            raise ConfigError(
+                "worker.actor.optim.strategy: adamw_bf16 does not run under DeepSpeed, which shards the states itself;"
+                " take adamw, or another file of accelerate_configs/ (multi_gpu, fsdp2)"
+            )
         if self.world_size > 1:
             join_processes()
-        self.reward = load_reward(
-            config.worker.reward.reward_function if reward is None else reward,
-            dict(config.worker.reward.reward_function_kwargs),
-        )
+        self.faults = FaultLog(self.console)
+        self.reward = start_rewards(config, reward, self.faults)
+        self.stack.callback(self.reward.close)
+        try:
+            self._build(train_rows, val_rows)
+        except BaseException:
+            self.stack.close()
+            raise
+
+    def _build(
+        self, train_rows: Sequence[Mapping[str, Any]] | None, val_rows: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        config = self.config
         processor = load_processor(config)
+        self.reward.load()
         self.train_set = self._rows("data.train_files", train_rows, config.data.train_files, processor)
         self.val_set = None
         if val_rows is not None or config.data.val_files:
             self.val_set = self._rows("data.val_files", val_rows, config.data.val_files, processor)
         self.rollout_steps = self._count_steps()
+        if config.worker.reward.reward_function == BY_DATA_SOURCE:
+            column = config.worker.reward.reward_function_kwargs.get("column", "data_source")
+            sets = [rows for rows in (self.train_set, self.val_set) if rows is not None]
+            self._on_main(lambda: [check_rows(rows.source.batches(), column) for rows in sets])
         self._on_main(lambda: self._try_reward(processor.tokenizer))
         path = run_folder(config)
         resume = self._on_main(lambda: checkpoint.find_resume(config, path, last_checkpoint(path)))
@@ -96,7 +119,6 @@ class Session:
             self.trainer = self._build_trainer(processor)
         except BaseException:
             self.folder.abandon()
-            self.stack.close()
             raise
 
     def __enter__(self) -> "Session":
@@ -113,7 +135,7 @@ class Session:
             self.console.note(f"{self.folder.path} has all {self.rollout_steps} steps already; nothing to do.")
             return
         try:
-            if not self.config.trainer.val_only:
+            if not self.config.trainer.val_only and not (self.config.algorithm.online_filtering and self.resume_step):
                 self.trainer.prompts.prefetch(self.resume_step or 0)  # built while the engine starts
             with self.console.phase("engine"):
                 self.trainer.engine.start()
@@ -174,6 +196,10 @@ class Session:
             restart=self.config.trainer.find_last_checkpoint,
         )
         self.stack.callback(self.folder.close)
+        self.faults.write_to(self.folder.path)
+        if self.skipped and self.is_main:
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.skipped)
+            (self.folder.path / SKIPPED_NAME).write_text("".join(lines), encoding="utf-8")
         for change in self.folder.config_changes:
             self.console.warn(f"changed since the run began: {change}")
         since = (
@@ -190,14 +216,30 @@ class Session:
         rows.select(report.kept)
         self.console.note(
             f"{key}: {len(report.kept)} of {report.rows} rows, longest prompt {report.longest} tokens"
-            f" (checked in {time.perf_counter() - began:.1f} s)"
+            f" ({'lengths of an earlier run' if report.cached else 'checked'}, {time.perf_counter() - began:.1f} s)"
         )
+        for schema in dict.fromkeys(rows.schemas.values()):
+            self.console.note(f"{key}: {schema.description}")
+        for note in report.notes:
+            self.console.note(f"{key}: {note}")
+        if rows.builder.animated:
+            some = ", ".join(sorted(rows.builder.animated)[:LONGEST_NAMED])
+            self.console.warn(
+                f"{key}: {len(rows.builder.animated)} rows show a moving picture, of which the first frame is used"
+                f" ({some}); give a video where the others matter"
+            )
+        if report.skipped:
+            self.skipped += [{"file": key, "row": row_id, "reason": reason} for row_id, reason in report.skipped]
+            self.console.warn(
+                f"{key}: {len(report.skipped)} rows were left out (data.on_bad_media=skip); {SKIPPED_NAME} in the run"
+                f" folder lists them, the first: {report.skipped[0][1]}"
+            )
         if report.dropped_overlong:
-            row_id, tokens = max(report.dropped_overlong, key=lambda row: row[1])
+            longest = sorted(report.dropped_overlong, key=lambda row: -row[1])[:LONGEST_NAMED]
             limit = self.config.data.max_prompt_length
             self.console.warn(
                 f"{key}: {len(report.dropped_overlong)} prompts are longer than data.max_prompt_length={limit}"
-                f" and were left out; the longest is {row_id} with {tokens} tokens"
+                f" and were left out; the longest: {', '.join(f'{row_id} ({n} tokens)' for row_id, n in longest)}"
             )
         return rows
 
@@ -208,13 +250,10 @@ class Session:
         return trainer.max_steps or trainer.total_epochs * per_epoch
 
     def _try_reward(self, tokenizer: Any) -> None:
-        """Calls the reward on the first rows with their own answers, n times each as a reward may count on groups, so
-        that a broken function is found now and not after the first generation.
-        """
-        rows = [self.train_set[index] for index in range(min(REWARD_TRIALS, len(self.train_set)))]
-        end = tokenizer.eos_token_id
-        answered = [reward_sample(r, r.ground_truth, (*tokenizer.encode(r.ground_truth), end)) for r in rows]
-        self.reward([sample for sample in answered for _ in range(self.config.worker.rollout.n)])
+        """Finds a broken function, and golds that it cannot grade, before anything heavy."""
+        self.console.note(try_reward(self.reward, self.train_set, tokenizer, self.config.worker.rollout.n))
+        for warning in check_golds(self.reward, [rows for rows in (self.train_set, self.val_set) if rows is not None]):
+            self.console.warn(warning)
 
     def _build_trainer(self, processor: Any) -> GRPOVLMTrainer:
         config = self.config
@@ -226,11 +265,13 @@ class Session:
             resume_step=self.folder.resume_step,
             val_samples=config.trainer.val_generations_to_log,
         )
+        if trackers:
+            trackers.append(ConstantReward(self.console))
         for tracker in trackers:
             self.stack.callback(tracker.close)
         trainer = GRPOVLMTrainer(
             config,
-            model=load_policy(config, None if self.resume_path is None else self.resume_path / "model"),
+            model=load_policy(config, self.resume_path),
             processor=processor,
             train_set=self.train_set,
             val_set=self.val_set,
@@ -240,11 +281,17 @@ class Session:
             console=self.console,
             rollout_steps=self.rollout_steps,
             world_size=self.world_size,
-            reference=None if config.algorithm.disable_kl else load_reference(config),
+            reference=self._reference(),
         )
         self.stack.callback(trainer.engine.close)
         self.stack.callback(trainer.pool.close)
         return trainer
+
+    def _reference(self) -> PreTrainedModel | None:
+        config = self.config
+        if config.algorithm.disable_kl or config.worker.actor.model.lora.rank > 0:
+            return None  # without its adapters the policy is the reference
+        return load_reference(config, saved_reference(self.resume_path))
 
     def _show_start(self) -> None:
         """The batch arithmetic in words, and what is used."""

@@ -9,7 +9,6 @@ rollout step:
     updates -> record -> validate -> save
 """
 
-import dataclasses
 import functools
 import math
 import operator
@@ -17,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PrinterCallback, ProcessorMixin
 from trl import GRPOTrainer
-from trl.models import prepare_deepspeed, prepare_fsdp
 
 from grpo_vlm.config import Config, updates_per_step
 from grpo_vlm.data.dataset import PromptDataset
@@ -45,6 +44,7 @@ from grpo_vlm.training import checkpoint
 from grpo_vlm.training.arguments import learning_rate_factor, training_arguments
 from grpo_vlm.training.batch import Padding, RolloutBatch, blank_image, split
 from grpo_vlm.training.collect import Collector, sampling
+from grpo_vlm.training.credit import Credit
 from grpo_vlm.training.evaluate import to_samples, validate
 from grpo_vlm.training.exchange import balance
 from grpo_vlm.training.observe import (
@@ -58,11 +58,15 @@ from grpo_vlm.training.observe import (
     load_metrics,
     optimizer_bytes,
     placed,
+    reward_faults,
     rollout_metrics,
     speed_metrics,
     validation_metrics,
 )
+from grpo_vlm.training.optimizer import AdamWBF16
 from grpo_vlm.training.plan import RolloutPlan
+from grpo_vlm.training.reference import prepare_reference, reference_of, refresh
+from grpo_vlm.training.rounds import Rounds
 from grpo_vlm.training.scoring import Scorer, make_scorer
 from grpo_vlm.training.update import Learner, Update
 
@@ -142,10 +146,12 @@ class GRPOVLMTrainer(GRPOTrainer):
         self.probe = SyncProbe(config, self.engine, self.accelerator)
         self.collector = Collector(config, self.engine, reward, processor.tokenizer, self.accelerator)
         if reference is not None:
-            self.ref_model = self._prepare_reference(reference)
-        self.resumed = False
+            self.ref_model = prepare_reference(self, reference)
+        self.resumed, self.reference_moved = False, False
         self.clock, self.meter = Stopwatch(), Meter()
         self.learner = Learner(config, scorer, self.accelerator, self.meter)
+        self.credit = Credit(config, self.accelerator, self.meter)
+        self.rounds = Rounds(config, self.collector, self.prompts, self.accelerator, self._phase)
         self._updates: list[Update] = []
         self._collected: list[Scored] = []  # the samples of the rollout step in progress, of all ranks
         self._step_metrics: dict[str, float] = {}
@@ -168,12 +174,22 @@ class GRPOVLMTrainer(GRPOTrainer):
         """Runs to the last rollout step. `resume_from_checkpoint` is the `state` folder of a checkpoint whose model
         was passed to the constructor."""
         self.resumed = bool(resume_from_checkpoint)
+        if self.resumed:
+            checkpoint.load_loop(self, Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
         """One item per optimizer update: the prompts of a rollout step at its first update, nothing at the others.
         Each rank has its own rows, so nothing is sharded here."""
         return DataLoader(self.prompts, batch_size=1, shuffle=False, collate_fn=operator.itemgetter(0))
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """See `worker.actor.optim.strategy`."""
+        optim = self.config.worker.actor.optim
+        if self.optimizer is None and optim.strategy == "adamw_bf16":
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.optimizer = AdamWBF16(trained, lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay)
+        return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         """A rate that is constant within a rollout step."""
@@ -234,8 +250,12 @@ class GRPOVLMTrainer(GRPOTrainer):
         update = self.state.global_step % self.updates_per_step
         if update == 0:
             self._collect(inputs)
+        chosen = self._updates[update % len(self._updates)]
+        if self.learner.selects:
+            with self._phase("old"):
+                chosen = self.learner.selected(model, chosen, self.state.global_step)
         with self._phase("update_actor"):
-            return self.learner.accumulate(model, self._updates[update % len(self._updates)])
+            return self.learner.accumulate(model, chosen, unmoved=update == 0)
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Tensor, grad_norm: Any, *args: Any, learning_rate: float | None = None
@@ -253,6 +273,11 @@ class GRPOVLMTrainer(GRPOTrainer):
         last = step == self.rollout_steps
         validating = self.val_set is not None and (last or (trainer.val_freq > 0 and step % trainer.val_freq == 0))
         record = self._emit(step, collected, validating=validating)
+        every = self.config.algorithm.ref_model_sync_steps
+        if every is not None and self.ref_model is not None and step % every == 0:
+            with self._phase("ref"):
+                refresh(self)
+            self.reference_moved = True
         if last or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
             with self._phase("save_checkpoint"):
                 checkpoint.save(self, self.folder, step, score=record.metrics.get("val/reward_score"))
@@ -282,19 +307,17 @@ class GRPOVLMTrainer(GRPOTrainer):
         self._sync()
         if self.probe.due(step):
             with self._phase("sync_check"):
-                prompt = max(prompts, key=lambda prompt: len(prompt.images) > 0)  # pictures check the tower too
+                prompt = max(prompts or self.prompts.some(), key=lambda prompt: bool(prompt.images or prompt.videos))
                 score = functools.partial(self.learner.score_one, self.model_wrapped)
                 self._step_metrics |= self.probe.check(prompt, score, step)
-        with self._phase("gen") as show:
-            completions = self.collector.generate(
-                prompts, sampling(config), step=step, purpose="train", on_progress=lambda n: show(n, len(prompts))
-            )
+        groups = self.credit.flag(self.rounds.collect(prompts, step))
         self.engine.release()
-        with self._phase("reward"):
-            groups = self.collector.score(prompts, completions, self.prompts.places)
+        self._step_metrics |= self.rounds.metrics
         with self._phase("adv"):
-            parts = config.data.rollout_batch_size // config.worker.actor.global_batch_size
-            of_updates = split(groups, parts)
+            if not self.credit.in_reward:
+                groups = self.credit.assign(groups)
+            size = config.worker.actor.global_batch_size
+            of_updates = split(groups, size, config.data.rollout_batch_size // size)
             if self.args.world_size > 1:
                 seconds = [[self.learner.seconds(group) for group in part] for part in of_updates]
                 of_updates = balance(of_updates, seconds, self.accelerator)
@@ -319,25 +342,31 @@ class GRPOVLMTrainer(GRPOTrainer):
             )
 
     def _with_log_probs(self, updates: list[Update]) -> list[Update]:
-        """Adds the old log-probs where the policy will have moved before they are used, the reference's where KL is
-        on, and the advantages where they depend on both."""
-        learner = self.learner
-        needed = {}
-        if self.updates_per_step > 1 or learner.kl_in_reward:
+        """Adds the old log-probs where they are asked for, the reference's where KL is on, and what depends on
+        them: advantages, importance weights."""
+        learner, credit, needed = self.learner, self.credit, {}
+        if self.updates_per_step > 1 or credit.in_reward or learner.corrects or learner.selects:
             with self._phase("old"):
                 needed["old_log_probs"] = [learner.log_probs(self.model_wrapped, update) for update in updates]
-        if self.ref_model is not None:
-            with self._phase("ref"):
-                needed["ref_log_probs"] = [learner.log_probs(self.ref_model, update) for update in updates]
+        if not self.config.algorithm.disable_kl:
+            with self._phase("ref"), reference_of(self) as reference:
+                needed["ref_log_probs"] = [learner.log_probs(reference, update) for update in updates]
         for name, values in needed.items():
             updates = [update.having(**{name: value}) for update, value in zip(updates, values, strict=True)]
         if "old_log_probs" in needed:
             for update in updates:
                 learner.compare_with_sampler(update)
-        if learner.kl_in_reward:
+        if credit.in_reward:
             with self._phase("adv"):
-                updates = [dataclasses.replace(u, batch=learner.with_advantages(u.batch)) for u in updates]
-        return updates
+                updates = self._with_advantages(updates)
+        return [learner.corrected(update) for update in updates] if learner.corrects else updates
+
+    def _with_advantages(self, updates: list[Update]) -> list[Update]:
+        """Advantages of rewards less the KL penalty, for the whole rollout batch at once."""
+        groups = [group for update in updates for group in update.batch.groups]
+        penalties = [part for update in updates for part in self.learner.penalties(update)]
+        assigned = iter(self.credit.assign(groups, penalties))
+        return [update.of([next(assigned) for _ in update.batch.groups]) for update in updates]
 
     # ---- helpers
 
@@ -358,6 +387,8 @@ class GRPOVLMTrainer(GRPOTrainer):
                 validated = self._validate(step)
             metrics |= validation_metrics(validated, self.config)
         metrics |= self.meter.totals(self.accelerator) | self._step_metrics | self.engine.metrics()
+        rewarding = self.collector.reward.metrics()
+        metrics |= reward_faults(gather_object([rewarding]) if self.args.world_size > 1 else [rewarding])
         self._step_metrics = {}
         seconds, now = self.clock.take(), time.perf_counter()
         seconds["step"], self._step_began = now - self._step_began, now
@@ -381,12 +412,12 @@ class GRPOVLMTrainer(GRPOTrainer):
             world_size=self.args.world_size,
         )
         samples = to_samples(self.collector, groups, step=step, split="val")
-        mine = placed(samples, groups, [sample.scores["overall"] for sample in samples])
+        mine = placed(samples, groups, [0.0] * len(samples))
         return in_order(gather_object([mine]) if self.args.world_size > 1 else [mine])
 
     def _samples(self, batch: RolloutBatch, step: int) -> list[Placed]:
         """The samples of one update on this rank."""
-        per_sample = (batch.advantages.sum(-1) / batch.mask.sum(-1)).tolist()
+        per_sample = (batch.advantages.sum(-1) / batch.tokens.sum(-1)).tolist()
         samples = to_samples(self.collector, batch.groups, step=step, split="train", advantages=per_sample)
         return placed(samples, batch.groups, batch.rewards.tolist())
 
@@ -395,10 +426,3 @@ class GRPOVLMTrainer(GRPOTrainer):
         ranks = gather_object([mine]) if self.args.world_size > 1 else [mine]
         self._step_metrics |= load_metrics(ranks)
         return in_order(ranks)
-
-    def _prepare_reference(self, reference: PreTrainedModel) -> nn.Module:
-        if self.is_deepspeed_enabled:
-            return prepare_deepspeed(reference, self.accelerator)
-        if self.is_fsdp_enabled:
-            return prepare_fsdp(reference, self.accelerator)
-        return self.accelerator.prepare_model(reference, evaluation_mode=True)

@@ -112,13 +112,14 @@ class Draw:
 
 def mixed(kind: str) -> list[Question]:
     """One image (ragged windows); two of different sizes; a video and an image that another group shows too; no image;
-    one-token completions; a group of one."""
+    one-token completions; a group of one. The video is wider than long, where transformers' positions of Qwen2.5-VL
+    are those of model/positions.py."""
     draw = Draw()
     shared = draw.media(IMAGE, 1, 8, 12, "shared")
     return [
         draw.question(kind, [draw.media(IMAGE, 1, 12, 20, "a")], [3, 1, 5], text=9),
         draw.question(kind, [shared, draw.media(IMAGE, 1, 16, 8, "b")], [4, 2]),
-        draw.question(kind, [draw.media(VIDEO, 3, 8, 4, "v"), shared], [6]),
+        draw.question(kind, [draw.media(VIDEO, 3, 4, 12, "v"), shared], [6]),
         draw.question(kind, [], [2, 7, 1, 1], text=3),
     ]
 

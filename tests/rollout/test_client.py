@@ -101,7 +101,7 @@ def faulty():
 
 
 def request(row_id="data:5", seed=2**62, **sampling):
-    prompt = SimpleNamespace(row_id=row_id, token_ids=[1, 2], image_keys=(), pixels=(), image_grid_thw=None)
+    prompt = SimpleNamespace(row_id=row_id, token_ids=[1, 2], image_keys=(), pixels=(), image_grid_thw=None, videos=())
     return Request(prompt, Sampling(**{"n": 2, "max_tokens": 2} | sampling), seed)
 
 
@@ -113,6 +113,7 @@ def shown(row_id, seed, *pictures):
         image_keys=tuple(key for key, _ in pictures),
         pixels=tuple(torch.full((4, 3), float(value)) for _, value in pictures),
         image_grid_thw=torch.tensor([[1, 2, 2]] * len(pictures)),
+        videos=(),
     )
     return Request(prompt, Sampling(n=2, max_tokens=2), seed)
 

@@ -49,13 +49,43 @@ def load(path):
     return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
 
 
+def serve(path, port, log):
+    """A user's own server."""
+    command = [sys.executable, "-m", "grpo_vlm.rollout.serve", "--log", str(log), *settings(path)]
+    return subprocess.Popen(
+        [*command, f"worker.rollout.port={port}"], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
+    )
+
+
+def test_a_server_that_its_user_starts_again_is_given_the_weights_again(path, tmp_path, monkeypatch):
+    """Between a sync and the rollouts that follow: they are those of the trainer's weights all the same."""
+    monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", KEY)
+    port, log = choose_port(None), tmp_path / "server.log"
+    server, said = serve(path, port, log), []
+    items = ["worker.rollout.placement=external", f"worker.rollout.base_url=http://127.0.0.1:{port}"]
+    engine = engine_of(path, tmp_path / "run", *items)
+    engine.warn = said.append
+    try:
+        engine.start()
+        rows, model = prompts(engine.processor), load(path)
+        perturb(model, 1)
+        engine.sync(model, 1)
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=20)
+        server = serve(path, port, log)
+        engine.server.start()  # until it answers
+        assert difference(engine, model, rows) <= BOUND
+        assert engine.metrics()["rollout/restarts"] == 1 and "holds other weights" in said[0]
+    finally:
+        engine.close()
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=20)
+
+
 def test_a_server_that_runs_already_is_used_and_left_running(path, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", KEY)
     port, log = choose_port(None), tmp_path / "server.log"
-    command = [sys.executable, "-m", "grpo_vlm.rollout.serve", "--log", str(log), *settings(path)]
-    server = subprocess.Popen(
-        [*command, f"worker.rollout.port={port}"], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
-    )
+    server = serve(path, port, log)
     items = ["worker.rollout.placement=external", f"worker.rollout.base_url=http://127.0.0.1:{port}"]
     engine = engine_of(path, tmp_path / "run", *items)
     try:

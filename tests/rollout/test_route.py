@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from grpo_vlm.errors import RolloutError
+from grpo_vlm.model.packed import prompt_positions
 from grpo_vlm.rollout import versions
 from grpo_vlm.rollout.auth import RequireKey
 from grpo_vlm.rollout.client import VLLMClient
@@ -278,15 +279,14 @@ def test_two_calls_at_one_time_do_not_disturb_each_other(engine):
 
 
 def video_prompt(kind, tokenizer, config):
-    """Token ids and patch grid of a prompt with a video. Qwen3-VL writes a time stamp before each frame; Qwen2.5-VL's
-    positions after a video that is longer than wide differ between transformers 5.17 and vLLM, so its one is short."""
+    """Token ids and patch grid of a prompt with a video. Qwen3-VL writes a time stamp before each frame."""
     start, end, pad = config.vision_start_token_id, config.vision_end_token_id, config.video_token_id
     if kind == "qwen3_vl":
         shown, grid = [], (3, 4, 6)
         for second in range(3):
             shown += [*tokenizer(f"<{second}.0 s>")["input_ids"], start, *[pad] * 6, end]
     else:
-        shown, grid = [start, *[pad] * 12, end], (2, 4, 6)
+        shown, grid = [start, *[pad] * 30, end], (5, 4, 6)  # longer than wide
     return [*tokenizer("Look: ")["input_ids"], *shown, *tokenizer(" what moves?")["input_ids"]], grid
 
 
@@ -294,20 +294,22 @@ def video_prompt(kind, tokenizer, config):
 def video_logprobs(model, tokens, video, completion, banned_ids):
     """float32 [T]: a plain forward pass."""
     sequence = torch.tensor([[*tokens, *completion.token_ids]])
-    inputs = {} if video.seconds_per_grid is None else {"second_per_grid_ts": torch.tensor([video.seconds_per_grid])}
+    seconds = None if video.seconds_per_grid is None else [video.seconds_per_grid]
+    positions = prompt_positions(model, tokens, video_grids=torch.tensor([video.grid]), seconds_per_grid=seconds)
+    after = positions.max() + 1 + torch.arange(len(completion.token_ids)).expand(3, -1)
     logits = model.eval()(
         input_ids=sequence,
         mm_token_type_ids=(sequence == model.config.video_token_id).int() * 2,
         pixel_values_videos=video.pixels,
         video_grid_thw=torch.tensor([video.grid]),
-        **inputs,
+        position_ids=torch.cat([positions, after], dim=1)[:, None],
     ).logits[0, len(tokens) - 1 : -1]
     logits[:, banned_ids] = float("-inf")
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_videos_are_computed_as_the_trainer_does(vllm_engine, kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "seconds"), [("qwen2_5_vl", 1.5), ("qwen2_5_vl", 0.48), ("qwen3_vl", 1.0)])
+def test_videos_are_computed_as_the_trainer_does(vllm_engine, kind, seconds, monkeypatch):
     engine = vllm_engine(kind)
     model = load(engine)
     engine.sync(model, 0)
@@ -315,7 +317,7 @@ def test_videos_are_computed_as_the_trainer_does(vllm_engine, kind, monkeypatch)
     patch = model.config.vision_config
     width = 3 * patch.temporal_patch_size * patch.patch_size**2
     pixels = torch.randn(int(np.prod(grid)), width, generator=torch.Generator().manual_seed(0))
-    video = Media("video", "video", pixels, grid, None if kind == "qwen3_vl" else 1.5)
+    video = Media(f"video {seconds}", "video", pixels, grid, seconds)
     request = Request(SimpleNamespace(row_id="v:0", token_ids=tokens), Sampling(n=2, max_tokens=8), 11)
     asked = WireRequest(0, np.asarray(tokens, np.int32), (0,), engine.client.sampling(request))
     monkeypatch.setattr(engine.client, "wire_batch", lambda batch, rows: Batch([asked], [video]))

@@ -39,6 +39,7 @@ def never():
         (Report("refused", "row a: 500: the engine died", status=500), lambda: False, 0, "restart"),
         (Report("timeout", "row a: no answer"), never, 0, "restart"),
         (Report("timeout", "row a: no answer", repeated=True), never, 0, "raise"),
+        (Report("lost", "the server holds other weights"), never, 0, "restart"),  # which begins with a sync
         (Report("error", "row a: another prompt"), never, 0, "raise"),
     ],
 )

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from grpo_vlm.errors import RolloutError
-from grpo_vlm.rollout.failures import RequestTimedOut
+from grpo_vlm.rollout.failures import RequestTimedOut, WeightsLost
+from grpo_vlm.rollout.wire import WEIGHTS_PATH
 from tests.rollout.helpers import expected_logprobs, perturb, prompts, requests
 
 BOUND = 2e-5
@@ -164,6 +165,15 @@ def test_a_request_that_takes_too_long_names_the_row_and_the_key(engine):
             engine.client.generate(requests(prompts(engine.processor)[:1]), 0)
     finally:
         engine.client.request_timeout_s = engine.request_timeout_s
+
+
+def test_a_server_that_lost_the_weights_does_not_generate(engine):
+    """What one does that was started again between sync and generate: it knows of no weights but its folder's."""
+    engine.client.post(WEIGHTS_PATH, {"weights": None})
+    with pytest.raises(WeightsLost, match=r"other weights than .* version 0: those that it was started with"):
+        engine.client.generate(requests(prompts(engine.processor)[:1]), 0)
+    engine.sync(load(engine), 0)
+    assert engine.client.generate(requests(prompts(engine.processor)[:1]), 0)
 
 
 def test_a_refused_weight_update_says_what_the_server_said(engine):

@@ -1,7 +1,6 @@
 """Small runs for the tests of this folder: a tiny model, a dozen rows with pictures, the embedded transformers
 engine."""
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from PIL import Image
 from grpo_vlm.config import Config, load_and_check
 from grpo_vlm.training.session import Session
 from tests.tiny import tiny_model
+from tests.training.hashed import hashed_reward
 
 
 def rows(count: int) -> list[dict]:
@@ -24,12 +24,6 @@ def rows(count: int) -> list[dict]:
             pictures.append(Image.fromarray(pixels.numpy()))
         made.append({"problem": "<image>" * len(pictures) + f"Question {number}?", "images": pictures, "answer": "x"})
     return made
-
-
-def hashed_reward(reward_inputs: list[dict]) -> list[dict]:
-    """Scores that differ within a group and depend on nothing but the text."""
-    digests = [hashlib.blake2b(item["response"].encode(), digest_size=2).digest() for item in reward_inputs]
-    return [{"overall": int.from_bytes(digest, "big") / 65535} for digest in digests]
 
 
 def settings(root: Path, folder: Path, **changes) -> Config:

@@ -119,7 +119,8 @@ def test_resume_takes_the_new_rate_and_refuses_another_number_of_updates(tmp_pat
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, tmp_path_factory):
-    config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **{"trainer.max_steps": 2})
+    changes = {"trainer.max_steps": 2, "worker.reward.on_error": "raise"}
+    config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **changes)
 
     class Stop(Exception):
         pass
@@ -167,6 +168,7 @@ def test_validation_takes_as_many_rounds_on_every_rank():
 
 
 WORKER = """
+import json
 import sys
 from pathlib import Path
 from tests.training.rigs import session, settings
@@ -174,7 +176,7 @@ from tests.training.rigs import session, settings
 root, folder = Path(sys.argv[1]), Path(sys.argv[2])
 changes = {"worker.actor.ppo_epochs": 3, "worker.actor.micro_batch_size_per_device_for_update": 2,
            "trainer.val_before_train": False, "worker.rollout.name": sys.argv[3],
-           "trainer.max_steps": int(sys.argv[4]), "trainer.save_freq": 1}
+           "trainer.max_steps": int(sys.argv[4]), "trainer.save_freq": 1, **json.loads(sys.argv[5])}
 with session(settings_for(root, folder, changes)) as parts:
     parts.train()
     kind = type(parts.trainer.model_wrapped).__name__
@@ -184,18 +186,44 @@ with session(settings_for(root, folder, changes)) as parts:
 """.replace("settings_for(root, folder, changes)", "settings(root, folder, **changes)")
 
 
-@pytest.mark.parametrize("scheme", ["ddp", "zero3"])
-def test_two_processes_go_where_one_goes(tmp_path, tmp_path_factory, scheme):
+# Whatever sums over the ranks: filtered groups of unequal numbers, whitening, the KL controller, importance weights.
+ACROSS_RANKS = {
+    "algorithm.adv_estimator": "reinforce_plus_plus",
+    "algorithm.online_filtering": True,
+    "algorithm.filter_low": 0.35,
+    "algorithm.filter_high": 0.65,
+    "algorithm.disable_kl": False,
+    "algorithm.kl_type": "adaptive",
+    "algorithm.kl_coef": 0.1,
+    "algorithm.kl_penalty": "low_var_kl",
+    "algorithm.ref_model_sync_steps": 3,
+    "algorithm.rollout_is": "sequence",
+    "worker.actor.loss_type": "clip_cov",
+    "worker.actor.clip_cov_lb": -9.0,
+    "worker.actor.clip_cov_ratio": 0.2,
+    "worker.actor.loss_avg_mode": "seq",
+    "worker.actor.optim.lr": 1e-5,
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes"), [("ddp", {}), ("ddp", ACROSS_RANKS), ("zero3", {})], ids=["ddp", "ddp-filtered", "zero3"]
+)
+def test_two_processes_go_where_one_goes(tmp_path, tmp_path_factory, scheme, changes):
     """Three updates on the rollouts of the start, over gloo. A sharded model cannot generate, so vLLM does, with the
     weights of each of three steps."""
     engine, steps = ("vllm", "3") if scheme == "zero3" else ("transformers", "1")
+    changes = json.dumps(changes)
     root = tmp_path_factory.getbasetemp()
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     repository = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [sys.executable, str(script), str(root), str(tmp_path / "one"), engine, "1"], check=True, env=env, timeout=200
+        [sys.executable, str(script), str(root), str(tmp_path / "one"), engine, "1", changes],
+        check=True,
+        env=env,
+        timeout=200,
     )
     launch = {
         "ddp": ["torch.distributed.run", "--nproc_per_node", "2"],
@@ -204,7 +232,7 @@ def test_two_processes_go_where_one_goes(tmp_path, tmp_path_factory, scheme):
             *("--config_file", str(repository / "accelerate_configs" / "zero3.yaml")),
         ],
     }[scheme]
-    two = [sys.executable, "-m", *launch, str(script), str(root), str(tmp_path / "two"), engine, steps]
+    two = [sys.executable, "-m", *launch, str(script), str(root), str(tmp_path / "two"), engine, steps, changes]
     subprocess.run(two, check=True, env=env, timeout=250)
     shown = (tmp_path / "two" / "shown.txt").read_text()
     assert (

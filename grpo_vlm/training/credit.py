@@ -1,0 +1,155 @@
+"""From scores to advantages: which samples count, the KL penalty in the reward, and the estimator.
+
+Estimators see a rank's whole rollout batch at once; what some of them need of the other ranks is summed on the way, so
+that neither the number of ranks nor the split into updates changes an advantage.
+
+Shape legend: B samples of the rollout batch on this rank, T longest completion, G and t those of one group.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from grpo_vlm.algorithms import advantages, kl
+from grpo_vlm.algorithms.ranks import ALONE, Ranks
+from grpo_vlm.config import Config
+from grpo_vlm.training.batch import Group, RolloutBatch
+from grpo_vlm.training.observe import Meter
+
+
+def ranks_of(accelerator: Accelerator) -> Ranks:
+    """The collectives of an accelerator, for tensors that lie on any device."""
+    if accelerator.num_processes == 1:
+        return ALONE
+    return Ranks(
+        sum=lambda values: accelerator.reduce(values.to(accelerator.device), "sum").to(values.device),
+        gather=lambda values: accelerator.gather(values.to(accelerator.device)).to(values.device),
+    )
+
+
+class Credit:
+    """Gives every sample of a rollout step its reward and its advantages; knows nothing of models."""
+
+    def __init__(self, config: Config, accelerator: Accelerator, meter: Meter):
+        self.config, self.meter, self.ranks = config, meter, ranks_of(accelerator)
+        algorithm = config.algorithm
+        self.in_reward = not algorithm.disable_kl and not algorithm.use_kl_loss
+        self.kl = kl.controller(
+            algorithm.kl_type if self.in_reward else "fixed",
+            coef=algorithm.kl_coef,
+            target=algorithm.kl_target,
+            horizon=algorithm.kl_horizon,
+        )
+
+    def flag(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with a note for each sample whether the loss counts it."""
+        leaves_out = self.config.algorithm.mask_truncated_completions or self.config.algorithm.overlong_filtering
+        flagged = []
+        for group in groups:
+            truncated = [leaves_out and _truncated(completion) for completion in group.completions]
+            unscored = [score is None for score in group.scores]
+            counted = tuple(not (cut or none) for cut, none in zip(truncated, unscored, strict=True))
+            flagged.append(dataclasses.replace(group, counted=counted))
+            if leaves_out:
+                self._count("response_length/masked_share", truncated)
+        return flagged
+
+    def _count(self, name: str, flags: Sequence[bool]) -> None:
+        self.meter.mean(name, torch.tensor(float(sum(flags))), torch.tensor(float(len(flags))))
+
+    def assign(self, groups: Sequence[Group], penalties: Sequence[Tensor] | None = None) -> list[Group]:
+        """The groups with rewards and advantages. penalties: KL per token [G, t] of each group, where it is in the
+        reward. A collective, once per rollout step."""
+        batch = RolloutBatch.of(groups)
+        scored = torch.tensor([flag for group in groups for flag in self._in_statistics(group)], dtype=torch.bool)
+        scores = torch.tensor([_overall(score) for group in groups for score in group.scores])
+        rewards = torch.zeros_like(batch.tokens)
+        rewards[torch.arange(len(scores)), batch.tokens.sum(-1).long() - 1] = scores
+        if penalties is not None:
+            rewards = rewards - self._penalty(batch, penalties, scored)
+        estimated = advantages.estimate(
+            self.config.algorithm.adv_estimator,
+            rewards,
+            batch.tokens,
+            batch.group_ids,
+            scored=scored,
+            ranks=self.ranks,
+            **self._options(groups),
+        )
+        summed = rewards.sum(-1).split([len(group.completions) for group in groups])
+        return [
+            dataclasses.replace(group, rewards=reward, advantages=advantage)
+            for group, reward, advantage in zip(groups, summed, batch.cut(estimated), strict=True)
+        ]
+
+    def _in_statistics(self, group: Group) -> list[bool]:
+        """Which samples the group's statistics are taken over."""
+        drops = self.config.algorithm.overlong_filtering
+        needs_baseline = self.config.algorithm.adv_estimator == "remax"
+        return [
+            score is not None
+            and not (drops and _truncated(completion))
+            and not (needs_baseline and group.baseline is None)
+            for score, completion in zip(group.scores, group.completions, strict=True)
+        ]
+
+    def _penalty(self, batch: RolloutBatch, penalties: Sequence[Tensor], scored: Tensor) -> Tensor:
+        """kl_coef times the divergence per token [B, T]; steers the coefficient of the next step."""
+        per_token = torch.zeros_like(batch.tokens)
+        for row, values in enumerate(values for penalty in penalties for values in penalty):
+            per_token[row, : len(values)] = values
+        per_token = per_token * batch.tokens
+        coefficient = self.kl.coef
+        self.meter.mean("actor/kl_penalty", per_token.sum(), batch.tokens.sum())
+        self.meter.add("actor/kl_coef", torch.tensor(coefficient))
+        of_sample = (per_token.sum(-1) / batch.tokens.sum(-1).clamp(min=1))[scored].double()
+        total, samples = self.ranks.sum(torch.stack([of_sample.sum(), of_sample.new_tensor(len(of_sample))])).tolist()
+        if samples:
+            self.kl.update(total / samples, int(samples))
+        return coefficient * per_token
+
+    def _options(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """The estimator's own keywords."""
+        algorithm = self.config.algorithm
+        divides = {"normalize_std": algorithm.norm_adv_by_std_in_grpo}
+        match algorithm.adv_estimator:
+            case "grpo" | "grpo_passk":
+                return divides
+            case "reinforce_plus_plus":
+                return {"gamma": algorithm.gamma}
+            case "remax":
+                baselines = [group.baseline or 0.0 for group in groups for _ in group.completions]
+                return {"baselines": torch.tensor(baselines)}
+            case "gdpo":
+                return {
+                    "components": self._components(groups),
+                    "weights": algorithm.gdpo_reward_weights or None,
+                } | divides
+            case _:
+                return {}
+
+    def _components(self, groups: Sequence[Group]) -> Tensor:
+        """[B, K]: the scores that gdpo normalises one by one."""
+        scores = [score for group in groups for score in group.scores]
+        keys = self.config.algorithm.gdpo_reward_keys or component_keys(scores)
+        return torch.tensor([[0.0 if score is None else score[key] for key in keys] for score in scores]).view(
+            len(scores), len(keys)
+        )
+
+
+def component_keys(scores: Sequence[dict[str, float] | None]) -> list[str]:
+    """The scores beside "overall" that a reward function gives; "overall" where there is none."""
+    found = next((score for score in scores if score is not None), {})
+    return [key for key in found if key != "overall"] or ["overall"]
+
+
+def _truncated(completion: Any) -> bool:
+    return completion.finish_reason == "length"
+
+
+def _overall(score: dict[str, float] | None) -> float:
+    return 0.0 if score is None else score["overall"]
