@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 LOOK_S = 0.02  # between two looks at the clock
-AGAIN_S = 0.3  # before the exception is raised once more
+AGAIN_S = 0.1  # before the exception is raised once more
 
 
 class OutOfTime(BaseException):

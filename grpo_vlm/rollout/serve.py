@@ -37,7 +37,7 @@ PORT = 8000
 
 def read_settings(path: str | None, overrides: Sequence[str]) -> Config:
     """The parts of a run's configuration that its server needs, checked. ConfigError lists all faults."""
-    config, faults = read_config(path, overrides)
+    config, faults, _ = read_config(path, overrides)
     rollout = config.worker.rollout
     rollout.name, rollout.placement, rollout.gpus = "vllm", "external", []
     if rollout.port is None:

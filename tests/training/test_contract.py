@@ -12,6 +12,7 @@ from grpo_vlm.training.trainer import GRPOVLMTrainer
 PARAMETERS = {
     "train": "self resume_from_checkpoint trial ignore_keys_for_eval",
     "get_train_dataloader": "self",
+    "create_optimizer": "self model",
     "create_scheduler": "self num_training_steps optimizer",
     "training_step": "self model inputs num_items_in_batch",
     "log": "self logs start_time",

@@ -70,7 +70,7 @@ def test_a_verl_command_line_trains(command: list[str], tmp_path: Path, capfd: p
     assert "is left out" in said
     before, step = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert {"val/accuracy_reward", "val/format_reward"} <= set(before)
-    assert {"reward/overall", "reward/accuracy", "actor/kl_loss"} <= set(step) and step["reward/not_scored_share"] == 0
+    assert {"reward/overall", "reward/accuracy", "actor/kl_loss"} <= set(step) and step["reward/not_scored"] == 0
     kept = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert kept["worker"]["rollout"]["val_override_config"]["temperature"] == 0.0
 
