@@ -48,18 +48,18 @@ class Credit:
     def flag(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with a note for each sample whether the loss counts it."""
         leaves_out = self.config.algorithm.mask_truncated_completions or self.config.algorithm.overlong_filtering
-        flagged = []
+        flagged, cuts = [], []
         for group in groups:
             truncated = [leaves_out and _truncated(completion) for completion in group.completions]
             unscored = [score is None for score in group.scores]
             counted = tuple(not (cut or none) for cut, none in zip(truncated, unscored, strict=True))
             flagged.append(dataclasses.replace(group, counted=counted))
-            if leaves_out:
-                self._count("response_length/masked_share", truncated)
+            cuts += truncated
+        if leaves_out:  # also on a rank without groups: the ranks' numbers are reduced together
+            self.meter.mean(
+                "response_length/masked_share", torch.tensor(float(sum(cuts))), torch.tensor(float(len(cuts)))
+            )
         return flagged
-
-    def _count(self, name: str, flags: Sequence[bool]) -> None:
-        self.meter.mean(name, torch.tensor(float(sum(flags))), torch.tensor(float(len(flags))))
 
     def assign(self, groups: Sequence[Group], penalties: Sequence[Tensor] | None = None) -> list[Group]:
         """The groups with rewards and advantages. penalties: KL per token [G, t] of each group, where it is in the

@@ -144,6 +144,21 @@ def test_an_estimator_sees_what_was_scored(parts, name):
     parts.trainer.meter.totals(parts.trainer.accelerator)
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_rank_without_groups_takes_part(parts, name):
+    """Online filtering may leave one none: what the ranks reduce together must have the same names and shapes."""
+    parts, groups = parts
+    config = changed(parts.config, **{"algorithm.adv_estimator": name, "algorithm.mask_truncated_completions": True})
+    trainer, seen = parts.trainer, []
+    for given in (groups, []):
+        credit, learner = Credit(config, trainer.accelerator, trainer.meter), learner_of(parts, config)
+        learner._gather = lambda sizes: [sizes, [1, 0, 4, 1, 4, 1]]  # another rank has a row
+        update = learner.prepare(credit.assign(credit.flag(given)))
+        assert update.batch.advantages.shape == update.batch.mask.shape
+        seen.append(trainer.meter.totals(trainer.accelerator).keys())
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("key", ["mask_truncated_completions", "overlong_filtering"])
 def test_truncated_answers_leave_the_loss_or_the_group_too(parts, key):
     parts, groups = parts
