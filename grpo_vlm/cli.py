@@ -105,3 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{USAGE}\ngrpo-vlm: no command {arguments[0]!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     return guarded(COMMANDS[arguments[0]], arguments[1:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

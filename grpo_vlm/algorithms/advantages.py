@@ -52,10 +52,20 @@ class Rewards:
         """[B], scored samples in a sample's group, at least 1."""
         return self.group_sum(torch.ones_like(self.scored)).clamp(min=1)
 
+    @property
+    def alone(self) -> Tensor:
+        """[B], whether a sample is the only one of its group; one whose others were not scored is not."""
+        sizes = torch.bincount(self.groups, minlength=len(self.groups))
+        return sizes[self.groups] == 1
+
+    def less_baseline(self, values: Tensor, baseline: Tensor) -> Tensor:
+        """[B] less the group's baseline; a group of one keeps its value, as in verl. The only scored sample of a
+        larger group has nothing to be compared with: 0."""
+        return torch.where(self.alone, values, values - baseline)
+
     def centred(self, values: Tensor) -> Tensor:
-        """[B] less the mean of the group; a group of one keeps its value, as in verl."""
-        count = self.group_size
-        return torch.where(count > 1, values - self.group_sum(values) / count, values)
+        """[B] less the mean of the group (see `less_baseline`)."""
+        return self.less_baseline(values, self.group_sum(values) / self.group_size)
 
     def normalised(self, values: Tensor, normalize_std: bool) -> Tensor:
         """`centred`, divided by the group's unbiased standard deviation (1 for a group of one)."""
@@ -150,7 +160,7 @@ def opo(rewards: Rewards) -> Tensor:
     its reward, as in verl."""
     scores, lengths = rewards.scores, rewards.mask.sum(-1)
     baseline = rewards.group_sum(lengths * scores) / rewards.group_sum(lengths).clamp(min=1)
-    return rewards.of_tokens(torch.where(rewards.group_size > 1, scores - baseline, scores))
+    return rewards.of_tokens(rewards.less_baseline(scores, baseline))
 
 
 def gpg(rewards: Rewards, *, f_norm: float = 1.0) -> Tensor:
@@ -234,4 +244,4 @@ def estimate(
         groups=group_index(group_ids).to(mask.device),
         ranks=ranks,
     )
-    return ESTIMATORS[name](rewards, **options).to(response_mask)
+    return ESTIMATORS[name](rewards, **options).to(token_level_rewards)

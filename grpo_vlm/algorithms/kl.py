@@ -122,12 +122,15 @@ class FixedKL:
 class AdaptiveKL:
     """A coefficient that is steered so that the KL nears `target` (arXiv 1909.08593, section 2.2).
 
-    horizon: samples over which a relative error of 1 would double the coefficient.
+    horizon: samples over which a relative error of 1 would double the coefficient. start: the configured coefficient.
     """
 
     coef: float
     target: float
     horizon: float
+
+    def __post_init__(self) -> None:
+        self.start = self.coef
 
     def update(self, divergence: float, samples: int) -> None:
         """coef *= 1 + clip(divergence / target - 1, -0.2, 0.2) * samples / horizon.
@@ -139,10 +142,12 @@ class AdaptiveKL:
         self.coef *= 1.0 + error * samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
+        return {"coef": self.coef, "start": self.start}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state["coef"]
+        """Goes on where the state was taken, unless another coefficient has been configured since."""
+        if state.get("start") == self.start:
+            self.coef = state["coef"]
 
 
 def controller(kind: str, *, coef: float, target: float, horizon: float) -> FixedKL | AdaptiveKL:

@@ -78,4 +78,4 @@ def correction(
         "weight/ess": total.square() / (tokens * squares).clamp(min=1e-12),
         "weight/kl": kl_sum / tokens,
     }
-    return Correction(used.to(response_mask), metrics)
+    return Correction(used.to(old_log_probs), metrics)

@@ -83,7 +83,23 @@ def algorithm_notices(config: Config) -> list[str]:
         ),
         "algorithm.filter_* and data.mini_rollout_batch_size have no effect: algorithm.online_filtering is false": (
             not algorithm.online_filtering
-            and (algorithm.filter_zero_variance or config.data.mini_rollout_batch_size is not None)
+            and (
+                algorithm.filter_zero_variance
+                or config.data.mini_rollout_batch_size is not None
+                or any(
+                    getattr(algorithm, name) != getattr(default, name)
+                    for name in ("filter_key", "filter_low", "filter_high")
+                )
+            )
+        ),
+        "algorithm.rollout_is_threshold_low has no effect: algorithm.rollout_is_mode is not mask": (
+            algorithm.rollout_is_threshold_low > 0 and algorithm.rollout_is_mode != "mask"
+        ),
+        "algorithm.gdpo_reward_keys and _weights have no effect: algorithm.adv_estimator is not gdpo": (
+            bool(algorithm.gdpo_reward_keys) and algorithm.adv_estimator != "gdpo"
+        ),
+        "algorithm.norm_adv_by_std_in_grpo has no effect: only grpo, grpo_passk and gdpo divide": (
+            not algorithm.norm_adv_by_std_in_grpo and algorithm.adv_estimator not in ("grpo", "grpo_passk", "gdpo")
         ),
         "algorithm.rollout_is_mode and its thresholds have no effect: algorithm.rollout_is is none": (
             algorithm.rollout_is == "none" and algorithm.rollout_is_mode != default.rollout_is_mode

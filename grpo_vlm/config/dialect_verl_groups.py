@@ -121,7 +121,7 @@ def losses(read: Reading) -> None:
     if mode in BY_SEQUENCE:
         read.put("worker.actor.loss_avg_mode", "seq-mean-token-mean", mode_key)
         if average != "seq-mean-token-mean":
-            read.leave(average_key, f"verl averages {mode} by sequence")
+            read.leave(average_key, f"verl averages {mode} by sequence; here KL and entropy terms go with it")
     elif average not in AVERAGES:
         read.refuse(average_key, f"{average!r} is not here; available: {', '.join(AVERAGES)}")
     else:
@@ -207,7 +207,9 @@ def filtering(read: Reading) -> None:
         return
     metric = read.get(key + "metric")
     read.put("algorithm.online_filtering", True, key + "enable")
-    read.put("algorithm.filter_key", METRICS.get(metric, metric), key + "metric")
+    own_reward = any(read.get(f"{prefix}custom_reward_function.path") for prefix in ("", "reward."))
+    name = metric if own_reward and metric == "acc" else METRICS.get(metric, metric)  # ours call it accuracy
+    read.put("algorithm.filter_key", name, key + "metric")
     read.put("algorithm.filter_zero_variance", True, key + "enable")
     read.put("algorithm.filter_low", -1e9, key + "enable")
     read.put("algorithm.filter_high", 1e9, key + "enable")

@@ -59,6 +59,10 @@ MIXTURE = "no routing to replay: the supported models are dense"
 TURNS = "answers are one turn here; no tools and no agents"
 STORE = "rollouts are handed over within the process; there is no queue to set up"
 NO_CRITIC = "only adv_estimator gae has a critic"
+OVERLONG = (
+    "a penalty of overlong answers is part of a reward function here: rewards/dapo.py has it, name it by "
+    "custom_reward_function.path"
+)
 REWARD_MODEL = "no reward model in this version; a reward function may ask a server of yours"
 
 KEYS: dict[str, Rule] = {
@@ -150,7 +154,7 @@ KEYS: dict[str, Rule] = {
     A + "optim.betas": same("worker.actor.optim.betas"),
     A + "optim.weight_decay": same("worker.actor.optim.weight_decay"),
     A + "optim.lr_warmup_steps_ratio": same("worker.actor.optim.lr_warmup_ratio"),
-    A + "optim.lr_warmup_steps": same("worker.actor.optim.lr_warmup_steps", {-1: None}),
+    A + "optim.lr_warmup_steps": same("worker.actor.optim.lr_warmup_steps", {-1: None, 0: None}),
     A + "optim.min_lr_ratio": same("worker.actor.optim.min_lr_ratio"),
     A + "optim.lr_scheduler_type": same("worker.actor.optim.lr_scheduler_type"),
     A + "optim.lr_decay_style": same("worker.actor.optim.lr_scheduler_type"),
@@ -268,7 +272,7 @@ KEYS: dict[str, Rule] = {
     "actor_rollout_ref.hybrid_engine": same("worker.hybrid_engine"),
     "actor_rollout_ref.nccl_timeout": left_out("each call has a time limit of its own here"),
     # algorithm
-    "algorithm.adv_estimator": same("algorithm.adv_estimator"),
+    "algorithm.adv_estimator": same("algorithm.adv_estimator", {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}),
     "algorithm.gamma": same("algorithm.gamma"),
     "algorithm.lam": same("algorithm.lam"),
     "algorithm.norm_adv_by_std_in_grpo": same("algorithm.norm_adv_by_std_in_grpo"),
@@ -291,6 +295,8 @@ KEYS: dict[str, Rule] = {
     "reward.reward_model.enable": only(REWARD_MODEL, False, None),
     "reward_model.reward_manager": joint(),
     "reward.reward_manager.": joint(),
+    "reward_model.overlong_buffer.enable": only(OVERLONG, False, None),
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": only(OVERLONG, False, None),
     "reward_model.": left_out(REWARD_MODEL),
     "reward.num_workers": left_out("worker.reward decides how rewards are computed"),
     "reward.": left_out(REWARD_MODEL),
@@ -304,8 +310,8 @@ KEYS: dict[str, Rule] = {
     "trainer.log_val_generations": same("trainer.val_generations_to_log"),
     "trainer.nnodes": same("trainer.nnodes"),
     "trainer.n_gpus_per_node": same("trainer.n_gpus_per_node"),
-    "trainer.save_freq": same("trainer.save_freq"),
-    "trainer.test_freq": same("trainer.val_freq"),
+    "trainer.save_freq": same("trainer.save_freq", {0: -1}),
+    "trainer.test_freq": same("trainer.val_freq", {0: -1}),
     "trainer.val_before_train": same("trainer.val_before_train"),
     "trainer.val_only": same("trainer.val_only"),
     "trainer.critic_warmup": same("trainer.critic_warmup"),

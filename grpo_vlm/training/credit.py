@@ -17,6 +17,7 @@ from torch import Tensor
 from grpo_vlm.algorithms import advantages, kl
 from grpo_vlm.algorithms.ranks import ALONE, Ranks
 from grpo_vlm.config import Config
+from grpo_vlm.errors import RewardError
 from grpo_vlm.training.batch import Group, RolloutBatch
 from grpo_vlm.training.observe import Meter
 
@@ -49,9 +50,11 @@ class Credit:
         """The groups with a note for each sample whether the loss counts it."""
         leaves_out = self.config.algorithm.mask_truncated_completions or self.config.algorithm.overlong_filtering
         flagged, cuts = [], []
+        needs_baseline = self.config.algorithm.adv_estimator == "remax"
         for group in groups:
             truncated = [leaves_out and _truncated(completion) for completion in group.completions]
-            unscored = [score is None for score in group.scores]
+            no_baseline = needs_baseline and group.baseline is None
+            unscored = [score is None or no_baseline for score in group.scores]
             counted = tuple(not (cut or none) for cut, none in zip(truncated, unscored, strict=True))
             flagged.append(dataclasses.replace(group, counted=counted))
             cuts += truncated
@@ -66,6 +69,12 @@ class Credit:
         reward. A collective, once per rollout step."""
         batch = RolloutBatch.of(groups)
         scored = torch.tensor([flag for group in groups for flag in self._in_statistics(group)], dtype=torch.bool)
+        samples, with_score = self.ranks.sum(torch.tensor([float(len(scored)), float(scored.sum())])).tolist()
+        if not with_score:
+            raise RewardError(
+                f"none of the {samples:.0f} samples of this step counts: the reward left all unscored (None), or all"
+                " were cut at data.max_response_length under algorithm.overlong_filtering; nothing can be learned"
+            )
         scores = torch.tensor([_overall(score) for group in groups for score in group.scores])
         rewards = torch.zeros_like(batch.tokens)
         rewards[torch.arange(len(scores)), batch.tokens.sum(-1).long() - 1] = scores
@@ -104,9 +113,9 @@ class Credit:
             per_token[row, : len(values)] = values
         per_token = per_token * batch.tokens
         coefficient = self.kl.coef
-        self.meter.mean("actor/kl_penalty", per_token.sum(), batch.tokens.sum())
         self.meter.add("actor/kl_coef", torch.tensor(coefficient))
         of_sample = (per_token.sum(-1) / batch.tokens.sum(-1).clamp(min=1))[scored].double()
+        self.meter.mean("actor/kl_penalty", of_sample.sum(), torch.tensor(float(len(of_sample))))
         total, samples = self.ranks.sum(torch.stack([of_sample.sum(), of_sample.new_tensor(len(of_sample))])).tolist()
         if samples:
             self.kl.update(total / samples, int(samples))
@@ -134,17 +143,28 @@ class Credit:
 
     def _components(self, groups: Sequence[Group]) -> Tensor:
         """[B, K]: the scores that gdpo normalises one by one."""
-        scores = [score for group in groups for score in group.scores]
-        keys = self.config.algorithm.gdpo_reward_keys or component_keys(scores)
-        return torch.tensor([[0.0 if score is None else score[key] for key in keys] for score in scores]).view(
-            len(scores), len(keys)
-        )
+        rows = [(group.prompt.row_id, score) for group in groups for score in group.scores]
+        keys = self.config.algorithm.gdpo_reward_keys or component_keys([score for _, score in rows])
+        return torch.tensor([_parts(row_id, score, keys) for row_id, score in rows]).view(len(rows), len(keys))
 
 
 def component_keys(scores: Sequence[dict[str, float] | None]) -> list[str]:
-    """The scores beside "overall" that a reward function gives; "overall" where there is none."""
-    found = next((score for score in scores if score is not None), {})
+    """The scores beside "overall" that a reward function gives to any sample; "overall" where there is none."""
+    found = dict.fromkeys(key for score in scores if score is not None for key in score)
     return [key for key in found if key != "overall"] or ["overall"]
+
+
+def _parts(row_id: str, score: dict[str, float] | None, keys: Sequence[str]) -> list[float]:
+    """The scores under these keys, zeros for a sample without any."""
+    if score is None:
+        return [0.0] * len(keys)
+    if missing := [key for key in keys if key not in score]:
+        raise RewardError(
+            f"algorithm.adv_estimator gdpo: row {row_id} has no score {', '.join(map(repr, missing))}; it has"
+            f" {', '.join(score)}. Name scores that every sample has in algorithm.gdpo_reward_keys, or return None for"
+            " the whole sample"
+        )
+    return [score[key] for key in keys]
 
 
 def _truncated(completion: Any) -> bool:

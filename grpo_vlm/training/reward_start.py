@@ -2,12 +2,14 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from grpo_vlm.config import Config
 from grpo_vlm.data.dataset import PromptDataset
+from grpo_vlm.errors import ConfigError
 from grpo_vlm.report.console import Console
 from grpo_vlm.report.record import StepRecord
 from grpo_vlm.report.run_folder import FAULTS_NAME
@@ -60,11 +62,24 @@ def start_rewards(config: Config, given: Callable | Sequence[Callable] | None, o
     return RewardPool(specs, kwargs, weights=reward.reward_weights, limits=limits, on_fault=on_fault)
 
 
-def try_reward(reward: RewardPool, rows: PromptDataset, tokenizer: Any, n: int) -> str:
+def wanted_scores(config: Config) -> dict[str, str]:
+    """Names of scores that other settings than the reward's ask for: score -> the setting."""
+    algorithm = config.algorithm
+    wanted = {}
+    if algorithm.adv_estimator == "gdpo":
+        wanted |= dict.fromkeys(algorithm.gdpo_reward_keys, "algorithm.gdpo_reward_keys")
+    if algorithm.online_filtering:
+        wanted[algorithm.filter_key] = "algorithm.filter_key"
+    return wanted
+
+
+def try_reward(
+    reward: RewardPool, rows: PromptDataset, tokenizer: Any, n: int, wanted: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Calls the reward on the first rows with their own answers, n times each as a reward may count on groups, so that
     a broken function is found now and not after the first generation. Returns the scores as a line of text.
 
-    Raises RewardError, whatever worker.reward.on_error says.
+    Raises RewardError, whatever worker.reward.on_error says; ConfigError when a score of `wanted` is not among them.
     """
     prompts = rows.prompts(range(min(TRIALS, len(rows))))
     end = tokenizer.eos_token_id
@@ -73,6 +88,11 @@ def try_reward(reward: RewardPool, rows: PromptDataset, tokenizer: Any, n: int) 
     scores = reward([sample for sample in answered for _ in range(n)], strict=True)[::n]
     seconds = time.perf_counter() - began
     keys = list(dict.fromkeys(key for score in scores if score is not None for key in score))
+    if missing := [name for name in wanted if keys and name not in keys]:
+        raise ConfigError(
+            f"{wanted[missing[0]]}: the reward gives the first rows no score {missing[0]!r}; it gives "
+            f"{', '.join(keys)}"
+        )
     parts = [f"{key} {', '.join('-' if s is None or key not in s else f'{s[key]:g}' for s in scores)}" for key in keys]
     return (
         f"reward of the bare gold answers of the first {len(prompts)} rows ({seconds:.2f} s): "

@@ -75,8 +75,10 @@ class Rounds:
     def _fill(self, step: int) -> list[Group]:
         wanted, size = self.config.data.rollout_batch_size, self.plan.round_size
         limit = self.config.trainer.max_try_make_batch
-        kept = [(row, dataclasses.replace(group, index=group.index - size, stale=True)) for row, group in self.kept]
-        counts = [self._total(len(kept)), 0, 0]  # groups at hand, rounds, groups generated
+        counts = [self._total(len(self.kept)), 0, 0]  # groups at hand, rounds, groups generated
+        kept = [
+            (row, dataclasses.replace(group, index=group.index - counts[0], stale=True)) for row, group in self.kept
+        ]
         while counts[0] < wanted:
             if 0 < limit <= counts[1]:
                 raise DataError(self._too_few(counts, wanted))

@@ -34,7 +34,14 @@ from grpo_vlm.rewards.by_source import check_rows
 from grpo_vlm.training import checkpoint
 from grpo_vlm.training.arguments import launched_with_deepspeed
 from grpo_vlm.training.reference import saved_reference
-from grpo_vlm.training.reward_start import ConstantReward, FaultLog, check_golds, start_rewards, try_reward
+from grpo_vlm.training.reward_start import (
+    ConstantReward,
+    FaultLog,
+    check_golds,
+    start_rewards,
+    try_reward,
+    wanted_scores,
+)
 from grpo_vlm.training.trainer import GRPOVLMTrainer
 
 LAST_LINES = 500
@@ -251,7 +258,8 @@ class Session:
 
     def _try_reward(self, tokenizer: Any) -> None:
         """Finds a broken function, and golds that it cannot grade, before anything heavy."""
-        self.console.note(try_reward(self.reward, self.train_set, tokenizer, self.config.worker.rollout.n))
+        n, wanted = self.config.worker.rollout.n, wanted_scores(self.config)
+        self.console.note(try_reward(self.reward, self.train_set, tokenizer, n, wanted))
         for warning in check_golds(self.reward, [rows for rows in (self.train_set, self.val_set) if rows is not None]):
             self.console.warn(warning)
 

@@ -417,7 +417,7 @@ class GRPOVLMTrainer(GRPOTrainer):
 
     def _samples(self, batch: RolloutBatch, step: int) -> list[Placed]:
         """The samples of one update on this rank."""
-        per_sample = (batch.advantages.sum(-1) / batch.tokens.sum(-1)).tolist()
+        per_sample = (batch.advantages.sum(-1) / batch.tokens.sum(-1).clamp(min=1)).tolist()
         samples = to_samples(self.collector, batch.groups, step=step, split="train", advantages=per_sample)
         return placed(samples, batch.groups, batch.rewards.tolist())
 

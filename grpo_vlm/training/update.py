@@ -145,7 +145,7 @@ class Learner:
             batch.mask * _scored_tokens(batch),
             level=algorithm.rollout_is,
             mode=algorithm.rollout_is_mode,
-            low=algorithm.rollout_is_threshold_low,
+            low=algorithm.rollout_is_threshold_low if algorithm.rollout_is_mode == "mask" else 0.0,
             high=algorithm.rollout_is_threshold,
             ranks=ranks_of(self.accelerator),
         )

@@ -64,12 +64,20 @@ class Plain:
 
     def standard(self, i, scores, normalize_std=True):
         scores_of_group = [scores[j] for j in self.group(i)]
+        if self.lone_survivor(i):
+            return 0.0
         if len(scores_of_group) == 1:
             return scores[i] / (1 + 1e-6) if normalize_std else scores[i]
         centred = scores[i] - mean(scores_of_group)
         return centred / (std(scores_of_group) + 1e-6) if normalize_std else centred
 
+    def lone_survivor(self, i):
+        """The only scored one of several."""
+        return len(self.group(i)) == 1 < sum(group == GROUPS[i] for group in GROUPS)
+
     def baseline(self, i, value):
+        if self.lone_survivor(i):
+            return 0.0
         return self.scores[i] - (value() if len(self.group(i)) > 1 else 0.0)
 
     def grpo(self, normalize_std=True):

@@ -6,12 +6,14 @@ import dataclasses
 import pytest
 import torch
 
-from grpo_vlm.algorithms import advantages, losses
+from grpo_vlm.algorithms import advantages, kl, losses
 from grpo_vlm.algorithms.losses import AVERAGES, LOSSES, Denominators
+from grpo_vlm.algorithms.ranks import Ranks
 from grpo_vlm.config import check_algorithm
 from grpo_vlm.config.schema_actor import LOSSES as LOSS_NAMES
 from grpo_vlm.config.schema_actor import TRL_LOSSES
 from grpo_vlm.config.schema_algorithm import ESTIMATORS, KL_ESTIMATORS
+from grpo_vlm.errors import ConfigError, DataError, RewardError
 from grpo_vlm.training.batch import RolloutBatch
 from grpo_vlm.training.credit import Credit
 from grpo_vlm.training.scoring import make_scorer
@@ -152,6 +154,7 @@ def test_a_rank_without_groups_takes_part(parts, name):
     trainer, seen = parts.trainer, []
     for given in (groups, []):
         credit, learner = Credit(config, trainer.accelerator, trainer.meter), learner_of(parts, config)
+        credit.ranks = Ranks(sum=lambda values: values + 1.0)
         learner._gather = lambda sizes: [sizes, [1, 0, 4, 1, 4, 1]]  # another rank has a row
         update = learner.prepare(credit.assign(credit.flag(given)))
         assert update.batch.advantages.shape == update.batch.mask.shape
@@ -182,8 +185,6 @@ def test_truncated_answers_leave_the_loss_or_the_group_too(parts, key):
 
 
 def test_names_in_the_schema_are_those_of_the_registries():
-    from grpo_vlm.algorithms import kl
-
     assert set(LOSS_NAMES) == set(LOSSES) and set(ESTIMATORS) == set(advantages.ESTIMATORS)
     assert set(KL_ESTIMATORS) == set(kl.ESTIMATORS)
     assert check_algorithm.IMPLIED_AVERAGES == {name: mode for name, (_, mode) in losses.FIXED_AVERAGES.items()}
@@ -240,9 +241,42 @@ def test_a_filtered_run_fills_its_batches_and_resumes_with_what_was_left_over(tm
 
 
 def test_a_batch_that_cannot_be_filled_is_an_error_with_the_remedy(tmp_path, tmp_path_factory):
-    from grpo_vlm.errors import DataError
-
     never = {"algorithm.filter_low": 0.98, "algorithm.filter_high": 0.99, "trainer.max_try_make_batch": 2}
     config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **{**FILTERING, **never})
     with session(config) as parts, pytest.raises(DataError, match=r"2 rounds .* widen the bounds"):
         parts.train()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["style"]},
+        {"algorithm.online_filtering": True, "algorithm.filter_key": "style"},
+    ],
+)
+def test_a_score_that_the_reward_does_not_give_is_named_before_a_model_loads(tmp_path, tmp_path_factory, changes):
+    config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **changes)
+    with pytest.raises(ConfigError, match=r"(gdpo_reward_keys|filter_key): .* no score 'style'; it gives overall"):
+        session(config)
+
+
+def test_gdpo_names_the_row_without_a_part_and_a_step_without_scores_is_an_error(parts):
+    parts, groups = parts
+    config = changed(
+        parts.config, **{"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["overall", "style"]}
+    )
+    credit = Credit(config, parts.trainer.accelerator, parts.trainer.meter)
+    with pytest.raises(RewardError, match=r"row .* has no score 'style'; it has overall"):
+        credit.assign(groups)
+    unscored = [dataclasses.replace(group, scores=(None,) * len(group.scores)) for group in groups]
+    with pytest.raises(RewardError, match="none of the 12 samples of this step counts"):
+        credit.assign(unscored)
+
+
+def test_a_resumed_run_takes_a_new_kl_coefficient():
+    before = kl.controller("adaptive", coef=0.1, target=0.1, horizon=100.0)
+    before.update(1.0, 10)
+    same, other = (kl.controller("adaptive", coef=coef, target=0.1, horizon=100.0) for coef in (0.1, 0.5))
+    for controller in (same, other):
+        controller.load_state_dict(before.state_dict())
+    assert same.coef == before.coef != 0.1 and other.coef == 0.5

@@ -32,6 +32,17 @@ def test_bf16_weights_move_by_steps_below_their_resolution():
     assert ours == pytest.approx(right, rel=0.2) and abs(lost - right) > 0.3 * right
 
 
+def test_the_second_moment_forgets():
+    """0.999 times a bf16 number is that number again when it is rounded to the nearest."""
+    weight = torch.nn.Parameter(torch.zeros(2000))
+    optimizer = AdamWBF16([weight], lr=1e-3, weight_decay=0.0)
+    for step in range(1500):
+        weight.grad = torch.full((2000,), float(step < 300))
+        optimizer.step()
+    right = (1 - 0.999**300) * 0.999**1200
+    assert optimizer.state[weight]["exp_avg_sq"].float().mean().item() == pytest.approx(right, rel=0.02)
+
+
 def test_a_run_uses_it_and_resumes_exactly(tmp_path, tmp_path_factory):
     changes = {
         "worker.actor.optim.strategy": "adamw_bf16",
