@@ -216,7 +216,8 @@ def pair_faults(config: Config) -> list[Fault]:
     need(
         not (reward.reward_function and reward.reward_functions),
         "worker.reward.reward_function worker.reward.reward_functions",
-        lambda: f"worker.reward.reward_function: {reward.reward_function} is set, and reward_functions too; keep one",
+        lambda: f"worker.reward.reward_function: {reward.reward_function} is set, and reward_functions too; keep one "
+        "(reward_function=null takes out a file's)",
     )
     count, weights = len(reward.reward_functions), len(reward.reward_weights)
     need(

@@ -56,6 +56,8 @@ SPELLED = re.compile(
 )
 ARTICLE = re.compile(r"(?:the|a|an)\s+", re.I)
 TEXT_NOISE = re.compile(r"(?<=[^\W\d_])[-\s.'\"_]+(?=[^\W\d_])|[\"']|(?<!\w)\s+|\s+(?!\w)")
+WORD = re.compile(r"(?:(?:an?|the)\s+)?[a-z]{3,}", re.I)
+NAMED_VALUES = frozenset({"inf", "infty", "infinity"})
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,8 @@ def _ratio(text: str, nesting: int) -> Answer | None:
 
 
 def _value(text: str, nesting: int) -> Answer | None:
+    if WORD.fullmatch(text) and text.lower() not in NAMED_VALUES and not SPELLED.fullmatch(text):
+        return None  # "cat", not c a t
     spelled = SPELLED.match(text)
     if spelled:
         text = _digits(spelled) + text[spelled.end() :]

@@ -35,7 +35,10 @@ EXPLANATION = re.compile(
     r"|\s+(?:rather\s+than|instead\s+of)\b|\s+\([A-Za-z ]{3,60}\)\s*$",
     re.I,
 )
-PREDICATE = re.compile(r"\s(?:is|are|was|be|equals|becomes|gives|get|yields)(?:\s+equal\s+to|\s+exactly)?:?\s+", re.I)
+PREDICATE = re.compile(
+    r"(?<!not)(?<!n't)(?<!n’t)\s(?:is|are|was|be|equals|becomes|gives|get|yields)(?:\s+equal\s+to|\s+exactly)?:?\s+",
+    re.I,
+)
 CONNECTIVE = re.compile(
     r"(?:(?:so|thus|therefore|hence|then|finally|and|it|it's|its|we|have|get|is|are|find|that|this|means)\b[,:]?\s*){1,6}"
     r"(?=\S)",

@@ -13,11 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from grpo_vlm.rewards.channel import Progress, memory_file, receive, send
 from grpo_vlm.rewards.worker import STACK_SIGNAL, Job, Request
 
 SOCKET_TIMEOUT_S = 60.0  # for a message
 EXIT_WAIT_S = 5.0
+NOT_TAKEN = -2  # as a row: the worker has not begun with its task
 STACK_WAIT_S = 0.05
 LOAD_TIMEOUT_S = 300.0
 BOOT = """import json, sys
@@ -89,7 +92,7 @@ class RewardProcess:
 
     def __init__(self, process: subprocess.Popen, connection: socket.socket, progress: Progress):
         self.process, self.connection, self.progress = process, connection, progress
-        self.ready = False
+        self.ready, self.taken = False, False
         self.task: Task | None = None
         self.open_rows: list[int] = []  # places in the task that have no result yet
         self.began = time.monotonic()
@@ -105,7 +108,8 @@ class RewardProcess:
     def give(self, task: Task, samples: list[Any]) -> None:
         """Sends a task. Raises OSError when the worker is gone."""
         self.task, self.open_rows, self.began = task, list(range(len(task.rows))), time.monotonic()
-        self.progress.at(-1)
+        self.progress.at(NOT_TAKEN)
+        self.taken = False
         send(self.connection, pickle.dumps(Request(task.function, samples, task.idle_limit_s), protocol=5))
 
     def event(self) -> Any:
@@ -119,7 +123,11 @@ class RewardProcess:
         """time.monotonic() at which its patience ends: for one row, for the task, or for loading the functions."""
         if self.task is None:
             return float("inf") if self.ready else self.began + LOAD_TIMEOUT_S
-        since, _ = self.progress.read()
+        since, row = self.progress.read()
+        if row == NOT_TAKEN:  # a busy machine has not let it read its task yet: no row is to blame
+            return since + max(self.task.idle_limit_s, SOCKET_TIMEOUT_S)
+        if not self.taken:
+            self.taken, self.began = True, since
         return min(since + self.task.idle_limit_s, self.began + self.task.total_limit_s) + slack_s
 
     def row(self) -> int | None:
@@ -141,6 +149,9 @@ class RewardProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_WAIT_S if ended else 0.0)
         code = self.process.returncode
+        for child in _descendants(self.process.pid):  # what has left the worker's group, too
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # its group is empty
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(EXIT_WAIT_S)
@@ -149,6 +160,14 @@ class RewardProcess:
         if code is None:
             return "was killed"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    """The processes below one that may be gone; then nobody knows them any more."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _is_ours(line: str) -> bool:

@@ -123,6 +123,7 @@ class Worker:
         self.tell(Ready([(reward.name, reward.form) for reward in self.rewards]))
         while True:
             request: Request = receive(self.connection)
+            self.progress.at(-1)  # the task is taken
             reward = self.rewards[request.function] if request.function >= 0 else load_reward(golds_grade_themselves)
             try:
                 self._answer(reward, request)

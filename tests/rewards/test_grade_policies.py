@@ -337,3 +337,22 @@ def test_wrong_arguments_are_named_all_at_once():
         grade("4", 4, choices="ABCD", tolerance=-1)
     with pytest.raises(RewardError, match="choices must be 1 to 26 options, there are 0"):
         grade("4", "4", choices=[])
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "right"),
+    [
+        ("act", "cat", False),  # words, no products of c, a and t
+        ("saw", "was", False),
+        ("a cat", "cat", True),
+        ("cat", "the cat", True),
+        ("The answer is a car", "car", True),
+        ("five", "5", True),
+        ("yx", "xy", True),
+        ("The answer can't be B", "B", False),
+        ("It cannot be 5", "5", False),
+        ("The area is 5", "5", True),
+    ],
+)
+def test_words_and_negations(prediction, gold, right):
+    assert grade(prediction, gold).correct is right
