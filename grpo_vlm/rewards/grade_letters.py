@@ -13,6 +13,9 @@ REASON = re.compile(r"\s+(?:because|since|as|is\s+(?:right|correct|true)|for|due
 HEDGED = re.compile(
     r"^\s*(?:[,/&+]|or\b|and\b|and/or\b)\s*(?:also\s+|maybe\s+|possibly\s+)?[(\[]?[A-Z](?![\w'])"
     r"|\bor\s+(?:maybe\s+|possibly\s+|perhaps\s+|even\s+|option\s+)?[(\[]?[A-Z](?![\w'])"
+    r"|\b(?:could|may|might)\s+(?:also\s+)?be\s+[(\[]?[A-Z](?![\w'])"  # B (but could be C)
+    r"|(?:^|[\s;,(])[(\[]?[B-HJ-Z][)\]](?:\s|[(\[]|$)"  # A) 1 B) 2: the list of options; (A)(B)
+    r"|^\s*(?:[(\[]?[A-Z][)\]]?\s*[.,;]?\s*$|(?:is\s+)?(?:false|wrong|incorrect|not\s+(?:right|correct|true))\b)"
 )
 SINGLE = re.compile(r"[(\[]?\s?([A-Z])\s?[)\]]?[.:]?")
 WITH_TEXT = re.compile(r"[(\[]?([A-Z])(?:[)\]][.:]?\s*|[.:]\s+)(?P<text>\S.*)", re.DOTALL)

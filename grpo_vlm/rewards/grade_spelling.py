@@ -70,6 +70,7 @@ GREEK_LETTERS = dict(zip(GREEK.split(), "αβγδεεζηθικλμνξρστφ�
 ESCAPED = re.compile(r"\\([%#&_])")
 LATEX_SPACE = re.compile(r"\\[,;:> ]|~")
 THOUSANDS_MARK = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\ |\{\\,\}|~|(?<=\d)\u202f|\u2009|')(?=\d{3}(?!\d))")
+DOLLARS = re.compile(r"(?<!\\)\$(?=\s?[-+]?[\d.])")  # $5
 DELIMITER = re.compile(r"\\[()\[\]]|\$+")
 BOLD = re.compile(r"(?<![\w)}\]])\*\*|\*\*(?![\w(\\{])")  # not the power in 2**3
 ITALIC = re.compile(r"(\*|__)([^*_]+)\1")
@@ -108,6 +109,8 @@ def _environment(text: str) -> str:
 
 
 def _without_latex(text: str) -> str:
+    if text.count("$") == 1:  # one alone encloses nothing
+        text = DOLLARS.sub(" dollar_ ", text)
     text = (
         text.replace("\\$", " dollar_ ")
         .replace("\\%", "%")

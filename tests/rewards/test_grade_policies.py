@@ -352,6 +352,17 @@ def test_wrong_arguments_are_named_all_at_once():
         ("The answer can't be B", "B", False),
         ("It cannot be 5", "5", False),
         ("The area is 5", "5", True),
+        ("B (but could be C)", "B", False),
+        ("B. C", "B", False),
+        ("A) 1 B) 2", "A", False),
+        ("(A)(B)", "A", False),
+        ("B: false", "B", False),
+        ("B because A is wrong", "B", True),
+        ("C. angle (A)", "C", True),
+        ("option B: the point D", "B", True),
+        ("€5", "$5", False),
+        ("5 dollars", "$5", True),
+        ("$5", "5", True),
     ],
 )
 def test_words_and_negations(prediction, gold, right):
