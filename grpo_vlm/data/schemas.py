@@ -110,8 +110,9 @@ class Schema:
                 f"{row_id}: the last message of column {self.prompt!r} is the {turns[-1].role}'s; a prompt ends with "
                 "the user's (the answer goes into a column of its own)"
             )
-        kept = {key: value for key, value in row.items() if key not in (self.image, self.video)}
-        return RawRow(turns, row.get(self.image), row.get(self.video), answer, kept, tuple(row))
+        image, video = _filled(row, self.image, IMAGE_NAMES), _filled(row, self.video, VIDEO_NAMES)
+        kept = {key: value for key, value in row.items() if key not in (self.image, self.video, image, video)}
+        return RawRow(turns, row.get(image), row.get(video), answer, kept, tuple(row))
 
     def _turns(self, cell: Any, row_id: str) -> list[Turn]:
         if isinstance(cell, str) and cell.strip():
@@ -159,6 +160,17 @@ class Schema:
                 )
             value = value[part]
         return value
+
+
+def _filled(row: Mapping[str, Any], column: str, names: Sequence[str]) -> str:
+    """The column with a row's media: the set's own, or its other usual name where only that is filled in this row."""
+    if column not in names or not _is_empty(row.get(column)):
+        return column
+    return next((name for name in names if not _is_empty(row.get(name))), column)
+
+
+def _is_empty(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, (list, tuple, str, bytes)) and len(cell) == 0)
 
 
 def detect(columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]], keys: Keys | None = None) -> Schema:

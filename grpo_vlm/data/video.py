@@ -7,6 +7,7 @@ Errors are MediaErrors about one video; the caller adds row and column.
 """
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -135,10 +136,13 @@ def _asked(entry: Any, rule: VideoRule) -> _Asked:
     if unknown := sorted(set(filled) - set(known)):
         raise MediaError(f"it has the keys {', '.join(unknown)}, which are not known; known: {', '.join(known)}")
     own = {key: filled[key] for key in RULE_KEYS if key in filled}
-    for key, value in own.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise MediaError(f"its {key} is {value!r}; it must be a number above 0")
     other = {key: filled[key] for key in OTHER_KEYS if key in filled}
+    for key, value in {**own, **{key: other[key] for key in OTHER_KEYS if key in other and key != "type"}}.items():
+        least = 2 if key in ("min_frames", "max_frames") else 0
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < least or (value == 0 and key != "video_start"):
+            wanted = f"of at least {least}" if least else "above 0"
+            raise MediaError(f"its {key} is {value!r}; it must be a number {wanted}")
     if "fps" in own and "nframes" in other:
         raise MediaError("it has both fps and nframes; keep one")
     return _Asked(list(source) if isinstance(source, (list, tuple)) else source, replace(rule, **own), other)

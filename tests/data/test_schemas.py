@@ -198,3 +198,14 @@ def test_counts_of_marks_and_pictures_must_agree(processor, data_config, marks, 
     message = rf"r:9: {marks} <image> marks in column 'prompt' but {pictures} pictures in column 'images'.*What\?"
     with pytest.raises(DataError, match=message):
         builder(data_config, processor, [row])[0].build(row, "r:9")
+
+
+@pytest.mark.parametrize("empty", [None, []])
+@pytest.mark.parametrize("make", [as_trl, as_r1v])
+def test_a_row_that_fills_the_other_column_keeps_its_picture(make, empty):
+    """`images` decides the set's column, but is empty in a row whose `image` is filled."""
+    row = make(GEO3K[0])
+    schema = detect([*row, "images"], [row | {"images": empty}])
+    read = schema.read(row | {"images": empty}, "file:0")
+    assert read.images == row["image"] and not {"image", "images"} & set(read.columns)
+    assert schema.read(row | {"images": GEO3K[1]["images"]}, "file:1").images == GEO3K[1]["images"]

@@ -93,6 +93,11 @@ def test_a_rows_own_settings_come_first(own, indices):
     [
         ({"video": EXAMPLE, "frame_rate": 2}, "it has the keys frame_rate, which are not known; known: fps, min_fr"),
         ({"video": EXAMPLE, "fps": 0}, "its fps is 0; it must be a number above 0"),
+        ({"video": EXAMPLE, "fps": float("nan")}, "its fps is nan; it must be a number above 0"),
+        ({"video": EXAMPLE, "nframes": "4"}, "its nframes is '4'; it must be a number above 0"),
+        ({"video": EXAMPLE, "video_start": "1"}, "its video_start is '1'; it must be a number above 0"),
+        ({"video": [RED, RED], "sample_fps": 0}, "its sample_fps is 0; it must be a number above 0"),
+        ({"video": EXAMPLE, "max_frames": 1}, "its max_frames is 1; it must be a number of at least 2"),
         ({"video": EXAMPLE, "fps": 1, "nframes": 4}, "both fps and nframes; keep one"),
         ({"video": EXAMPLE, "nframes": 90}, r"\(640x480, 50 frames at 25 a second\) nframes should in interval"),
         ({"video": EXAMPLE, "video_start": 9.0}, "50 frames at 25 a second.*Invalid time range"),
