@@ -19,6 +19,7 @@ from grpo_vlm.config.load import read_config
 from grpo_vlm.errors import ConfigError
 
 _LAUNCHERS = ("python", "python3", "-m", "--config", "train.py", "verl.trainer.main", "verl.trainer.main_ppo")
+_HYDRAS = ("--config-path=", "--config-name=")  # verl's own files, whose values are its defaults
 
 
 def translate(arguments: Sequence[str]) -> str:
@@ -27,8 +28,8 @@ def translate(arguments: Sequence[str]) -> str:
     Raises:
         ConfigError: every option that is unknown, refused or has a value that this version does not take.
     """
-    items = [item for item in arguments if item not in _LAUNCHERS]
-    items = [item if "=" in item else f"config={item}" for item in items]
+    items = [item for item in arguments if item not in _LAUNCHERS and not item.startswith(_HYDRAS)]
+    items = [item if "=" in item or item[0] in "~+" else f"config={item}" for item in items]
     if not items:
         raise ConfigError("translate: name a YAML file or key=value items of EasyR1's or verl's command line")
     config, faults, _ = read_config(None, items)

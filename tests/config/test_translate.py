@@ -16,6 +16,7 @@ from grpo_vlm.config.dialect_verl_keys import KEYS, rule_of
 from grpo_vlm.config.keys import schema_options
 from grpo_vlm.config.load import read_config
 from grpo_vlm.config.reward_sources import BY_DATA_SOURCE, SOURCES, check_sources, reward_for
+from grpo_vlm.config.translate import translate
 from grpo_vlm.data.prepare import RECIPES
 from grpo_vlm.errors import ConfigError
 from grpo_vlm.rewards.by_source import check_rows, compute_score
@@ -408,3 +409,11 @@ def test_a_variant_names_its_base(place: Path) -> None:
     assert "is its own base" in read(lambda: read_config("loop.yaml"))
     (place / "lost.yaml").write_text("base: no.yaml\n")
     assert "base: no.yaml (in lost.yaml): there is no such file" in read(lambda: read_config("lost.yaml"))
+
+
+def test_hydras_own_arguments_are_passed_over_and_a_deletion_is_refused() -> None:
+    items = ["actor_rollout_ref.rollout.n=4", "algorithm.adv_estimator=grpo"]
+    text = translate(["--config-path=config", "--config-name=ppo_trainer.yaml", *items])
+    assert yaml.safe_load(text)["worker"]["rollout"]["n"] == 4
+    with pytest.raises(ConfigError, match=r"~data.seed .* is not of the form key=value"):
+        translate([*items, "~data.seed"])
