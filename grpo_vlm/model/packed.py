@@ -17,6 +17,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from grpo_vlm.data.rows import Prompt
 from grpo_vlm.model.attention import ATTENTION, attention_arguments
 from grpo_vlm.model.logprobs import score_tokens
 from grpo_vlm.model.packing import IMAGE, VIDEO, Media, PackedRow
@@ -211,6 +212,17 @@ def prompt_positions(
         ids[None], mm_token_type_ids=types[None], image_grid_thw=image_grids, video_grid_thw=video_grids
     )
     return positions[:, 0]
+
+
+def positions_of(model: nn.Module, prompt: Prompt) -> Tensor:
+    """int64 [3, P], the prompt's M-RoPE positions."""
+    return prompt_positions(
+        model,
+        prompt.token_ids,
+        image_grids=prompt.image_grid_thw,
+        video_grids=prompt.video_grid_thw,
+        seconds_per_grid=[clip.seconds_per_grid for clip in prompt.videos],
+    )
 
 
 def media_positions(config: PretrainedConfig, prompt_ids: Sequence[int], media: Sequence[Media]) -> tuple[Tensor, ...]:

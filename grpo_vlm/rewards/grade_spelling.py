@@ -67,7 +67,6 @@ OVERLINE = re.compile(
 COMMAND = re.compile(r"\\([A-Za-z]+)")
 GREEK = "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi varphi"
 GREEK_LETTERS = dict(zip(GREEK.split(), "αβγδεεζηθικλμνξρστφφ", strict=True)) | {"omega": "ω", "psi": "ψ", "chi": "χ"}
-ESCAPED = re.compile(r"\\([%#&_])")
 LATEX_SPACE = re.compile(r"\\[,;:> ]|~")
 THOUSANDS_MARK = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\ |\{\\,\}|~|(?<=\d)\u202f|\u2009|')(?=\d{3}(?!\d))")
 DOLLARS = re.compile(r"(?<!\\)\$(?=\s?[-+]?[\d.])")  # $5

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from grpo_vlm.errors import RolloutError
-from grpo_vlm.model.packed import base_model, prompt_positions
+from grpo_vlm.model.packed import base_model, positions_of
 from grpo_vlm.rollout.types import Completion, Request, Sampling, banned_token_ids, eos_token_ids
 
 CHUNK_TOKENS = 65536  # prompt and completion tokens that are in the cache at one time
@@ -186,13 +186,7 @@ class TransformersEngine:
         if "pixel_values_videos" in inputs:
             positions = torch.zeros(3, *mask.shape, dtype=torch.long)
             for row, request in enumerate(chunk):
-                own = prompt_positions(
-                    self.model,
-                    request.prompt.token_ids,
-                    image_grids=request.prompt.image_grid_thw,
-                    video_grids=request.prompt.video_grid_thw,
-                    seconds_per_grid=[clip.seconds_per_grid for clip in request.prompt.videos],
-                )
+                own = positions_of(self.model, request.prompt)
                 positions[:, row, mask.shape[1] - own.shape[1] :] = own
             return positions.to(mask.device)
         if "pixel_values" not in inputs:

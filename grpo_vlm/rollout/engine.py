@@ -184,7 +184,7 @@ class VLLMEngine:
     def sync(self, model: nn.Module, version: int) -> dict[str, float]:
         """Wake the server if it sleeps, transfer the weights, drop its caches; a fallen server is started again."""
         self.model, self.version = model, version
-        self._weights_name = self.client.weights = f"{self.run_dir.name}, version {version}"
+        self.client.weights = f"{self.run_dir.name}, version {version}"
         while True:
             metrics, problem = self._send()
             if problem is None:
@@ -229,9 +229,9 @@ class VLLMEngine:
             return
         with self._watched():
             self._on_leaders(self._sleep)
-        self.asleep = True
         if self.transfer.sleep_level > 1:
             self.transfer.forget()
+        self.asleep = True
 
     def close(self) -> None:
         """Stop the server."""
@@ -355,7 +355,7 @@ class VLLMEngine:
     def _name_weights(self) -> None:
         """After a transfer: the server's caches are made, and it knows what it holds."""
         self._wake("kv_cache")
-        self.client.post(WEIGHTS_PATH, {"weights": self._weights_name})
+        self.client.post(WEIGHTS_PATH, {"weights": self.client.weights})
 
     def _sleep(self) -> None:
         """Put the server to sleep. The next sync finds one that is gone, and starts it again."""

@@ -21,7 +21,7 @@ from grpo_vlm.data.rows import Prompt
 from grpo_vlm.model.cost import Mode, ModelShape, row_bytes, row_seconds
 from grpo_vlm.model.load import vision_tower
 from grpo_vlm.model.logprobs import PaddedBatch, score_completions
-from grpo_vlm.model.packed import form, media_positions, prepare, prompt_positions
+from grpo_vlm.model.packed import form, media_positions, positions_of, prepare
 from grpo_vlm.model.packing import (
     IMAGE,
     VIDEO,
@@ -210,17 +210,6 @@ def prompt_media(prompt: Prompt, merge_size: int) -> tuple[Media, ...]:
     parts = zip(prompt.image_keys, prompt.pixels, grids, strict=True)
     pictures = [Media(key, IMAGE, pixels, grid, merge_size) for key, pixels, grid in parts]
     return (*pictures, *(Media(clip.key, VIDEO, clip.pixels, clip.grid, merge_size) for clip in prompt.videos))
-
-
-def positions_of(model: nn.Module, prompt: Prompt) -> Tensor:
-    """int64 [3, P], the prompt's M-RoPE positions."""
-    return prompt_positions(
-        model,
-        prompt.token_ids,
-        image_grids=prompt.image_grid_thw,
-        video_grids=prompt.video_grid_thw,
-        seconds_per_grid=[clip.seconds_per_grid for clip in prompt.videos],
-    )
 
 
 @dataclass(frozen=True)
