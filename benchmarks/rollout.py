@@ -200,7 +200,7 @@ def server_part(options: argparse.Namespace) -> dict[str, Any]:
     from accelerate import Accelerator
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from grpo_vlm.rollout.engine import VLLMEngine
+    from grpo_vlm.rollout.vllm_engine import VLLMEngine
 
     config, processor = configuration(options), AutoProcessor.from_pretrained(options.model)
     accelerator = Accelerator(cpu=options.device == "cpu")

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from grpo_vlm.config import load_config
-from grpo_vlm.rollout.engine import VLLMEngine
+from grpo_vlm.rollout.vllm_engine import VLLMEngine
 from tests.tiny import tiny_model
 
 

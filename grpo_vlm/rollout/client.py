@@ -91,7 +91,7 @@ class VLLMClient:
     def post(self, path: str, body: dict[str, Any] | None = None, **params: Any) -> Any:
         """POST to a control route of vLLM. Returns the answer's JSON, None when it has none.
 
-        ServerGone when no answer comes, RolloutError with the server's message when it is not 200.
+        ServerGone when no answer comes, WeightsLost or RolloutError with the server's message when it is not 200.
         """
         return self._control("POST", path, body, params)
 
@@ -113,9 +113,9 @@ class VLLMClient:
         except requests.RequestException as error:
             raise ServerGone(f"the vLLM server did not answer {path}: {error}") from error
         if answer.status_code != 200:
-            raise RolloutError(
-                f"the vLLM server answered {path} with {answer.status_code}: {_message(answer.text or answer.reason)}"
-            )
+            kind = WeightsLost if answer.status_code == WEIGHTS_LOST else RolloutError
+            text = _message(answer.text or answer.reason)
+            raise kind(f"the vLLM server answered {path} with {answer.status_code}: {text}")
         is_json = answer.headers.get("Content-Type", "").startswith("application/json")
         return answer.json() if is_json and answer.content else None
 

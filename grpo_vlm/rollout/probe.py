@@ -15,9 +15,10 @@ from accelerate.utils import gather_object
 from grpo_vlm.config import Config
 from grpo_vlm.data.rows import Prompt
 from grpo_vlm.errors import RolloutError
-from grpo_vlm.rollout.engine import Engine, VLLMEngine
+from grpo_vlm.rollout.engine import Engine
 from grpo_vlm.rollout.ranks import raise_first
 from grpo_vlm.rollout.types import Completion, Request, Sampling, request_seed
+from grpo_vlm.rollout.vllm_engine import VLLMEngine
 
 FIRST_STEPS = 3
 TOKENS = 16
@@ -40,14 +41,14 @@ class SyncProbe:
         self.tolerance = rollout.sync_check_tolerance
         if self.tolerance is None and isinstance(engine, VLLMEngine):
             self.tolerance = TOLERANCES[engine.settings.dtype]
-        self.checked = False
+        self.checked = 0  # the server process that was looked at last, by its number
 
     def due(self, step: int) -> bool:
         """Whether to check after the sync for rollout step `step`, counted from 1 over all resumes: in a run's first
-        steps, in the first of this process, then every so many."""
+        steps, in the first of this process and of each server, then every so many."""
         if self.every < 0 or not isinstance(self.engine, VLLMEngine):
             return False
-        return step <= FIRST_STEPS or not self.checked or step % self.every == 0
+        return step <= FIRST_STEPS or self.checked != self.engine.servers or step % self.every == 0
 
     def check(self, prompt: Prompt, score: Score, step: int) -> dict[str, float]:
         """Compare on one prompt of this rank; one with pictures checks more. Returns `sync/probe_diff`, the largest
@@ -63,7 +64,7 @@ class SyncProbe:
         mean = math.fsum(differences) / len(differences)
         error = None if mean <= self.tolerance else self._message(step, prompt, mean, differences)
         raise_first(error, self.accelerator, RolloutError)
-        self.checked = True
+        self.checked = self.engine.servers
         means = gather_object([mean]) if self.accelerator.num_processes > 1 else [mean]
         return {"sync/probe_diff": max(means)}
 

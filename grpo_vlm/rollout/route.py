@@ -1,6 +1,6 @@
 """Server side of our own route POST /grpo_vlm/generate: token ids and processed pictures in, token ids and log-probs
-out; and of POST /grpo_vlm/weights, which names the weights that the server was just given, so that one that was
-started again meanwhile and holds others refuses to generate.
+out; and of /grpo_vlm/weights, the name of the weights that the server holds, which a trainer asks for (GET) and sets
+(POST): a server that was started again meanwhile is noticed before it gets a part of them and before it generates.
 
 Runs inside vLLM's API process as ASGI middleware (auth.RequireKey puts it behind the key) and speaks to the engine
 directly. Compared with chat completions nothing is rendered, tokenised, decoded or turned into JSON per token, no
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_vlm.rollout.asgi import disconnected, read_body, refuse, reply
 from grpo_vlm.rollout.wire import (
     PATH,
     SHARED_TYPE,
@@ -58,12 +59,11 @@ class GenerateRoute:
         if scope["type"] != "http" or scope["path"] not in (PATH, WEIGHTS_PATH):
             await self.app(scope, receive, send)
             return
+        if scope["path"] == WEIGHTS_PATH:
+            await self._weights(scope, receive, send)
+            return
         if scope["method"] != "POST":
             await refuse(send, 405, f"{scope['path']} takes POST")
-            return
-        if scope["path"] == WEIGHTS_PATH:
-            self.weights = json.loads(await read_body(dict(scope["headers"]), receive))["weights"]
-            await reply(send, 200, {})
             return
         prompts = await self._add(scope, receive, send)
         if prompts is None:
@@ -73,6 +73,18 @@ class GenerateRoute:
             await stream(scope["app"].state.engine_client, prompts, receive, send)
         finally:
             self.running -= 1
+
+    async def _weights(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer with the name that was held, after taking over the body's `weights`; only where the body's `held`, if
+        it has one, is right."""
+        held = self.weights
+        if scope["method"] == "POST":
+            body = json.loads(await read_body(dict(scope["headers"]), receive))
+            if body.get("held", held) != held:
+                await refuse(send, WEIGHTS_LOST, f"the server holds other weights than {body['held']}: {shown(held)}")
+                return
+            self.weights = body["weights"]
+        await reply(send, 200, {"held": held})
 
     async def _add(self, scope: Any, receive: Any, send: Any) -> list[Running] | None:
         """Read the batch and add it to the engine; None when it was refused. Its pixels are held no longer."""
@@ -92,8 +104,8 @@ class GenerateRoute:
             await refuse(send, 400, f"the batch cannot be read: {error}")
             return None
         if batch.weights is not None and batch.weights != self.weights:
-            held = self.weights or "those that it was started with"
-            await refuse(send, WEIGHTS_LOST, f"the server holds other weights than {batch.weights}: {held}")
+            found = shown(self.weights)
+            await refuse(send, WEIGHTS_LOST, f"the server holds other weights than {batch.weights}: {found}")
             return None
         adapters = state.openai_serving_models.lora_requests
         if batch.adapter is not None and batch.adapter not in adapters:
@@ -109,6 +121,11 @@ class GenerateRoute:
         except EngineDeadError:
             await refuse(send, 503, "the engine is dead")
             return None
+
+
+def shown(weights: str | None) -> str:
+    """A name of weights for a message."""
+    return weights or "those that it was started with"
 
 
 def loaded(lora: Any) -> Any:
@@ -359,36 +376,3 @@ async def last_output(queue: Any) -> Any:
     while not output.finished:
         output = await queue.get()
     return output
-
-
-async def read_body(headers: dict[bytes, bytes], receive: Any) -> bytearray:
-    """The whole body, in one piece of memory of the announced size."""
-    body = bytearray(int(headers.get(b"content-length", 0)))
-    used, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return body  # what is there cannot be decoded
-        part = message.get("body", b"")
-        body[used : used + len(part)] = part
-        used += len(part)
-        more = message.get("more_body", False)
-    return body
-
-
-async def disconnected(receive: Any) -> None:
-    """Returns when the client has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def refuse(send: Any, status: int, reason: str) -> None:
-    """A whole answer that is an error, in the form of vLLM's own."""
-    await reply(send, status, {"error": {"message": reason}})
-
-
-async def reply(send: Any, status: int, values: dict[str, Any]) -> None:
-    """A whole answer in JSON."""
-    body = json.dumps(values).encode()
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": body})

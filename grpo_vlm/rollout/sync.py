@@ -7,7 +7,8 @@
 
 Every rank walks over all weights, because gathering a sharded one is a collective; only a leader (a rank whose client
 is given) speaks to its server. An error does not stop the walk (the other ranks would hang) but is raised on all ranks
-after it. What does not train is sent once, as long as the server keeps it.
+after it. What does not train is sent once, as long as the server keeps it. Before each transfer the server is asked
+whether it has, by the name of the weights that it holds: its user may have started it again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -33,6 +35,7 @@ from grpo_vlm.errors import RolloutError
 from grpo_vlm.rollout.client import VLLMClient
 from grpo_vlm.rollout.ranks import raise_first
 from grpo_vlm.rollout.weights import Weight, gathered, largest_bytes, moving, weights
+from grpo_vlm.rollout.wire import WEIGHTS_PATH
 
 CHUNK_BYTES = 512 * 2**20
 SHARED_MEMORY = Path("/dev/shm")
@@ -54,12 +57,40 @@ class WeightSync(ABC):
     def __init__(self, client: VLLMClient | None, accelerator: Any, dtype: torch.dtype) -> None:
         self.client, self.accelerator, self.dtype = client, accelerator, dtype
         self.kept = False  # the server has all weights of the last `send`
+        self.name: str | None = None  # of what the server holds, as far as it was told
         self.problem: str | None = None
 
     def connect(self) -> None:
-        """Tell a server that was just started how weights will come. On its leader, before the first `send`."""
-        self.kept = False
+        """Tell a server that was just started how weights will come. On its leader, before the first `begin`."""
+        self.kept, self.name = False, None
+        self._connect()
+
+    def _connect(self) -> None:
         self.client.post("/init_weight_transfer_engine", {"init_info": {}})
+
+    def begin(self) -> bool:
+        """On a leader, before a `send`: until `end` the server holds nothing that has a name. False when it did not
+        hold what it was told last: it is another process, which has none of the weights, or another run uses it."""
+        mark = f"weights that a sync has not finished ({secrets.token_hex(8)})"
+        held = self.client.post(WEIGHTS_PATH, {"weights": mark})["held"]
+        same = self.name is None or held == self.name
+        if not same:
+            self.connect()
+        self.name = mark
+        return same
+
+    def end(self, name: str) -> None:
+        """On a leader, after a `send`: the server holds the weights `name`. WeightsLost when it is not the process
+        any more that `begin` spoke to."""
+        self.client.post(WEIGHTS_PATH, {"held": self.name, "weights": name})
+        self.name = name
+
+    def reaches_same(self) -> bool:
+        """On a leader: whether the server still is the process that `begin` or `end` spoke to last."""
+        try:
+            return self.client.get(WEIGHTS_PATH)["held"] == self.name
+        except RolloutError:
+            return False
 
     def forget(self) -> None:
         """The server has lost its weights: it sleeps at level 2."""

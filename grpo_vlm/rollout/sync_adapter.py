@@ -32,7 +32,7 @@ class AdapterSync(FileSync):
     adapter = ADAPTER_NAME
     sleep_level = 1
 
-    def connect(self) -> None:
+    def _connect(self) -> None:
         """Nothing: adapters are loaded by vLLM's own route."""
 
     def send(self, model: nn.Module) -> dict[str, float]:

@@ -119,9 +119,8 @@ class NCCLSync(PackedSync):
     backend = "grpo_vlm_nccl"
     group: Any = None
 
-    def connect(self) -> None:
+    def _connect(self) -> None:
         """Open the group of the leader and the server's workers."""
-        self.kept = False
         self._leave()
         address, port = own_address(self.client.url)
         size = 1 + self.client.get("/get_world_size")["world_size"]

@@ -24,8 +24,9 @@ from grpo_vlm.data.video import VideoRule
 from grpo_vlm.errors import GRPOVLMError
 from grpo_vlm.model.load import master_dtype
 from grpo_vlm.rollout.command import server_command, server_settings
-from grpo_vlm.rollout.engine import VLLMEngine, make_engine
+from grpo_vlm.rollout.engine import make_engine
 from grpo_vlm.rollout.probe import SyncProbe
+from grpo_vlm.rollout.vllm_engine import VLLMEngine
 from grpo_vlm.training.arguments import computes_in_bf16, learning_rate_factor, training_arguments
 from grpo_vlm.training.session import Session
 from tests.tiny import tiny_model

@@ -10,8 +10,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from benchmarks.models import write_model
 from grpo_vlm.config import load_config
-from grpo_vlm.rollout.engine import VLLMEngine
 from grpo_vlm.rollout.sync_packed import IPCSync
+from grpo_vlm.rollout.vllm_engine import VLLMEngine
 from tests.rollout.helpers import perturb, prompts, requests
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from grpo_vlm.config import load_config
-from grpo_vlm.rollout.engine import VLLMEngine
 from grpo_vlm.rollout.types import Request, Sampling, request_seed
+from grpo_vlm.rollout.vllm_engine import VLLMEngine
 from tests.rollout.helpers import perturb, prompts
 
 SHORT, LONG = 4, 160  # tokens: the short answers are there while the server works on the long ones

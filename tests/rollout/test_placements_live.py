@@ -14,9 +14,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from grpo_vlm.config import load_config
-from grpo_vlm.rollout.engine import VLLMEngine
+from grpo_vlm.config import Config, load_config
+from grpo_vlm.rollout.probe import SyncProbe
 from grpo_vlm.rollout.server import choose_port
+from grpo_vlm.rollout.vllm_engine import VLLMEngine
 from tests.rollout.helpers import perturb, prompts
 from tests.rollout.test_sync_live import BOUND, difference
 from tests.tiny import tiny_model
@@ -57,29 +58,65 @@ def serve(path, port, log):
     )
 
 
-def test_a_server_that_its_user_starts_again_is_given_the_weights_again(path, tmp_path, monkeypatch):
-    """Between a sync and the rollouts that follow: they are those of the trainer's weights all the same."""
+@pytest.fixture
+def own_server(path, tmp_path, monkeypatch):
+    """An engine of a server that its user starts, and what starts it (again)."""
     monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", KEY)
-    port, log = choose_port(None), tmp_path / "server.log"
-    server, said = serve(path, port, log), []
+    port, log, running = choose_port(None), tmp_path / "server.log", []
+
+    def start():
+        while running:
+            end(running.pop())
+        running.append(serve(path, port, log))
+        engine.server and engine.server.start()  # until it answers
+
     items = ["worker.rollout.placement=external", f"worker.rollout.base_url=http://127.0.0.1:{port}"]
     engine = engine_of(path, tmp_path / "run", *items)
+    start()
+    yield engine, start
+    engine.close()
+    end(running.pop())
+
+
+def end(server):
+    server.send_signal(signal.SIGTERM)
+    server.communicate(timeout=20)
+
+
+def test_a_server_that_its_user_starts_again_is_given_all_weights_again(path, own_server):
+    """Before a rollout, before a sync, and in the middle of one: completions are those of the trainer's weights all
+    the same, those that do not train included, and a probe looks at each new server."""
+    engine, start_again = own_server
+    said = []
     engine.warn = said.append
-    try:
-        engine.start()
-        rows, model = prompts(engine.processor), load(path)
-        perturb(model, 1)
-        engine.sync(model, 1)
-        server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=20)
-        server = serve(path, port, log)
-        engine.server.start()  # until it answers
-        assert difference(engine, model, rows) <= BOUND
-        assert engine.metrics()["rollout/restarts"] == 1 and "holds other weights" in said[0]
-    finally:
-        engine.close()
-        server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=20)
+    engine.start()
+    probe = SyncProbe(Config(), engine, engine.accelerator)
+    rows, model = prompts(engine.processor), load(path)
+    perturb(model, 1)  # so that the model's folder is of no help
+    model.model.visual.requires_grad_(False)
+    model.lm_head.requires_grad_(False)
+
+    whole = engine.sync(model, 1)["sync/gb"]
+    assert engine.sync(model, 2)["sync/gb"] < whole and not said
+    probe.checked = engine.servers
+    start_again()
+    assert difference(engine, model, rows) <= BOUND
+    assert engine.metrics()["rollout/restarts"] == 1 and "holds other weights" in said[0] and probe.due(90)
+
+    said.clear()
+    probe.checked = engine.servers
+    start_again()
+    assert engine.sync(model, 3)["sync/gb"] == whole
+    assert difference(engine, model, rows) <= BOUND
+    assert engine.metrics()["rollout/restarts"] == 1 and "does not hold the weights" in said[0] and probe.due(90)
+
+    said.clear()
+    probe.checked = engine.servers
+    finish = engine.transfer._finish
+    engine.transfer._finish = lambda chosen: (start_again(), setattr(engine.transfer, "_finish", finish))
+    engine.sync(model, 4)
+    assert difference(engine, model, rows) <= BOUND
+    assert engine.metrics()["rollout/restarts"] == 1 and "holds other weights" in said[0] and probe.due(90)
 
 
 def test_a_server_that_runs_already_is_used_and_left_running(path, tmp_path, monkeypatch):
