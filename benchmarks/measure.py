@@ -43,9 +43,9 @@ KERNELS = {  # class of a GPU kernel -> what its name contains; the first match 
 def part_parser(what: str, *, warmup: int, steps: int) -> argparse.ArgumentParser:
     """The arguments that update.py passes to either trainer's process."""
     parser = argparse.ArgumentParser(description=what)
-    parser.add_argument("--workload", required=True, help="fields of a Workload as JSON")
+    parser.add_argument("--workloads", required=True, help="a list in JSON, each with the fields of a Workload")
     parser.add_argument("--folder", type=Path, required=True, help="the model")
-    parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--results", type=Path, nargs="+", required=True, help="JSON file to write for each")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--warmup", type=int, default=warmup)
     parser.add_argument("--steps", type=int, default=steps)

@@ -5,6 +5,7 @@ the trainer does around the rollouts: data, rewards, log-probs, forward, backwar
 """
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -12,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -91,10 +94,9 @@ def inspections(options: argparse.Namespace, result: Result) -> dict[int, Any]:
     return {options.warmup + options.steps + 1 + n: partial(look, result) for n, look in enumerate(wanted)}
 
 
-def measure(options: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace, workload: Workload, file: Path) -> None:
     """Trains and writes the result file."""
-    workload = Workload(**json.loads(options.workload))
-    result = Result(options.result, part="ours", workload=vars(workload), checkpointing=options.checkpointing)
+    result = Result(file, part="ours", workload=vars(workload), checkpointing=options.checkpointing)
     looks = inspections(options, result)
     last = options.warmup + options.steps + len(looks)
     with result.guarded(), tempfile.TemporaryDirectory() as folder:
@@ -156,5 +158,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def main() -> None:
+    """Measures one workload after the other; what is compiled for one serves the next."""
+    options = arguments()
+    for fields, file in zip(json.loads(options.workloads), options.results, strict=True):
+        measure(options, Workload(**fields), file)
+        gc.collect()  # a trainer is full of cycles
+        torch.accelerator.empty_cache()
+
+
 if __name__ == "__main__":
-    measure(arguments())
+    main()

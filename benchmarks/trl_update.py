@@ -1,6 +1,6 @@
 """One measuring process of update.py: stock TRL's GRPOTrainer on the same made-up rollouts, training only.
 
-python benchmarks/trl_update.py --workload '{"prompts": 16}' --folder MODEL --result FILE.json
+python benchmarks/trl_update.py --workloads '[{"prompts": 16}]' --folder MODEL --results FILE.json
 """
 
 import argparse
@@ -83,8 +83,9 @@ def trainer_arguments(options: argparse.Namespace, workload: Workload, folder: s
 
 def measure(options: argparse.Namespace) -> None:
     """Trains and writes the result file."""
-    workload = Workload(**json.loads(options.workload))
-    result = Result(options.result, part="trl", workload=vars(workload), micro_batch=options.micro_batch)
+    (fields,), (file,) = json.loads(options.workloads), options.results
+    workload = Workload(**fields)
+    result = Result(file, part="trl", workload=vars(workload), micro_batch=options.micro_batch)
     last = options.warmup + options.steps
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     with result.guarded(), tempfile.TemporaryDirectory() as folder:

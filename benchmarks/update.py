@@ -6,8 +6,9 @@
     python benchmarks/update.py --device cpu --model demo --out FILE.json
 
 Each measurement is a process of its own, so that memory is fresh: ours (ours_update.py), TRL (trl_update.py), ours
-with gradient checkpointing. FILE.json is rewritten after each, and a process that is cut short leaves the steps that
-it has done. Ours is the whole phase, from the end of one step to the end of the next. key=value settings go to ours.
+with gradient checkpointing; a table of ours is one process, which compiles once. FILE.json is rewritten after each,
+and a process that is cut short leaves the steps that it has done. Ours is the whole phase, from the end of one step to
+the end of the next. key=value settings go to ours.
 """
 
 import argparse
@@ -36,11 +37,11 @@ TABLE_GROUPS, TABLE_IMAGE_TOKENS = (4, 8, 16), (64, 400, 1024)
 
 @dataclass(frozen=True)
 class Part:
-    """One process: its name in the result, its script and its own arguments."""
+    """One process: its name in the result, its script, what it measures and its own arguments."""
 
     name: str
     script: str
-    workload: Workload
+    workloads: Sequence[Workload]
     arguments: tuple[str, ...] = ()
 
 
@@ -90,8 +91,8 @@ def workloads(options: argparse.Namespace) -> list[Workload]:
     return [Workload(options.model, options.prompts or 16, group, tokens) for group, tokens in sizes]
 
 
-def parts(options: argparse.Namespace, workload: Workload) -> list[Part]:
-    """The processes of one workload, the most important first."""
+def parts(options: argparse.Namespace, measured: Sequence[Workload]) -> list[Part]:
+    """The processes, the most important first."""
     looks = ["--profile"] * options.profile + ["--sync-debug"] * options.sync_debug
     common = ["--warmup", options.warmup, "--steps", options.steps, *looks]
     found = []
@@ -99,11 +100,11 @@ def parts(options: argparse.Namespace, workload: Workload) -> list[Part]:
         row_tokens = (checkpointing and options.row_tokens_checkpointing) or options.row_tokens
         arguments = [*common, *["--checkpointing"] * checkpointing, *["--row-tokens", row_tokens] * bool(row_tokens)]
         arguments = tuple(map(str, [*arguments, *options.overrides]))
-        found.append(Part("ours_checkpointing" if checkpointing else "ours", "ours_update.py", workload, arguments))
-    if not options.skip_trl:
+        found.append(Part("ours_checkpointing" if checkpointing else "ours", "ours_update.py", measured, arguments))
+    for place, workload in enumerate([] if options.skip_trl else measured, start=1):
         micro = options.trl_micro_batch or min(workload.rollouts, 64 if workload.model == "demo" else 8)
         arguments = ("--warmup", TRL_WARMUP, "--steps", options.trl_steps, "--micro-batch", micro)
-        found.insert(1, Part("trl", "trl_update.py", workload, tuple(map(str, arguments))))
+        found.insert(place, Part("trl", "trl_update.py", [workload], tuple(map(str, arguments))))
     return found
 
 
@@ -150,21 +151,27 @@ def prepare_model(options: argparse.Namespace, until: float) -> Path:
     return folder
 
 
-def run_part(part: Part, options: argparse.Namespace, folder: Path, scratch: Path, until: float) -> dict[str, Any]:
-    """What the process wrote, with what went wrong under "error"."""
-    file = scratch / f"{part.name}.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / part.script), "--workload", json.dumps(asdict(part.workload))]
-    command += ["--folder", str(folder), "--result", str(file), "--device", options.device, *part.arguments]
-    print(f"{part.name}: {asdict(part.workload)}", flush=True)
+def run_part(
+    part: Part, options: argparse.Namespace, folder: Path, scratch: Path, until: float
+) -> list[dict[str, Any]]:
+    """What the process wrote of each workload, with what went wrong under "error"."""
+    fields = [asdict(workload) for workload in part.workloads]
+    files = [scratch / f"{part.name}-{number}.json" for number in range(len(fields))]
+    command = [sys.executable, str(ROOT / "benchmarks" / part.script), "--workloads", json.dumps(fields)]
+    command += ["--folder", str(folder), "--results", *map(str, files), "--device", options.device, *part.arguments]
+    print(f"{part.name}: {fields}", flush=True)
     began = time.monotonic()
     failure = execute(command, options, until)
-    values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"steps": [], "complete": False}
-    values["process_s"] = round(time.monotonic() - began, 1)
-    values["error"] = values.get("error") or failure
-    file.unlink(missing_ok=True)
-    if values["error"]:
-        print(f"{part.name} did not finish: {values['error'].splitlines()[-1]}", file=sys.stderr, flush=True)
-    return values
+    found = []
+    for file in files:
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"steps": [], "complete": False}
+        values["process_s"] = round(time.monotonic() - began, 1)
+        values["error"] = None if values["complete"] else values.get("error") or failure
+        file.unlink(missing_ok=True)
+        if values["error"]:
+            print(f"{part.name} did not finish: {values['error'].splitlines()[-1]}", file=sys.stderr, flush=True)
+        found.append(values)
+    return found
 
 
 # ---------------------------------------------------------------- numbers
@@ -255,14 +262,15 @@ def main() -> int:
     until = time.monotonic() + options.limit_s
     options.out.parent.mkdir(parents=True, exist_ok=True)
     folder = prepare_model(options, until)
-    measured: list[tuple[Workload, dict[str, dict]]] = []
+    wanted = workloads(options)
+    measured: list[tuple[Workload, dict[str, dict]]] = [(workload, {}) for workload in wanted]
     with tempfile.TemporaryDirectory() as scratch:
-        for workload in workloads(options):
-            results: dict[str, dict] = {}
-            measured.append((workload, results))
-            for part in parts(options, workload):
-                results[part.name] = run_part(part, options, folder, Path(scratch), until)
-                summary.write_json(options.out, report(measured, options))
+        for part in parts(options, wanted):
+            found = run_part(part, options, folder, Path(scratch), until)
+            for workload, values in zip(part.workloads, found, strict=True):
+                measured[wanted.index(workload)][1][part.name] = values
+            summary.write_json(options.out, report(measured, options))
+        for workload, results in measured:
             show(workload, numbers_of(results, options))
     written = report(measured, options)
     print(f"{options.out}: {'complete' if written['complete'] else 'INCOMPLETE'}", flush=True)
