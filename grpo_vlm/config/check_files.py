@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 
 from grpo_vlm.config.faults import Fault
-from grpo_vlm.config.locations import scheme_of, split_source, split_sources
+from grpo_vlm.config.locations import scheme_of, split_config, split_source, split_sources
 from grpo_vlm.config.schema import Config
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
@@ -88,6 +88,8 @@ def _source_faults(key: str, source: str) -> list[Fault]:
             faults.append(Fault((key,), f"{key}: {source!r} has an empty part; remove the comma or name the rows"))
         elif not split:
             faults.append(Fault((key,), f"{key}: {part!r} ends with @; name the split, e.g. {path}@train"))
+        elif (named := split_config(path)[0]) != path:
+            faults += _missing(key, named, folder=True) if is_local(named) else []
         elif not scheme_of(path) and is_local(path):
             faults += _missing(key, path, folder=None)
     return faults

@@ -1,5 +1,5 @@
-"""How data.train_files and data.val_files name rows: "PATH[@split],PATH[@split]", each a file, a folder, a hub id or a
-URL that fsspec knows. Standard library only."""
+"""How data.train_files and data.val_files name rows: "PATH[@split],PATH[@split]", each a file, a URL that fsspec
+knows, or a folder or hub id, of which PATH:CONFIG is one of several configurations. Standard library only."""
 
 import os
 import re
@@ -21,6 +21,14 @@ def split_source(value: str) -> tuple[str, str]:
     if not at or "/" in split or os.path.exists(os.path.expanduser(value)):
         return value, "train"
     return path, split
+
+
+def split_config(path: str) -> tuple[str, str | None]:
+    """`org/name:config` -> id or folder, configuration; an existing path with a colon in it is a path."""
+    base, _, config = path.rpartition(":")
+    if not (base and config) or "/" in config or scheme_of(path) or os.path.exists(os.path.expanduser(path)):
+        return path, None
+    return base, config
 
 
 def scheme_of(path: str) -> str:

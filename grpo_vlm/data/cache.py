@@ -51,6 +51,22 @@ def file_state(path: Path) -> list[int | str]:
     return [str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
+def size_and_time(path: Path) -> tuple[int, int]:
+    """Bytes and nanoseconds: what changes when a file is written in the middle of a run. Unlike `file_state` it stays
+    the same where only links, rights or a network mount's inode numbers change."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def check_unchanged(path: Path, state: tuple[int, int]) -> None:
+    """Raises DataError when a file of rows is no longer what it was when `size_and_time` gave `state`."""
+    if not path.is_file() or size_and_time(path) != state:
+        raise DataError(
+            f"{path} has been changed or moved since it was opened; leave the files of a run alone until it ends, and "
+            "start it again (it goes on from its last checkpoint)"
+        )
+
+
 def cached_folder(kind: str, what: str, version: str, fill: Callable[[Path], None], size: int) -> Path:
     """The cache's folder of one version of `what`, made by `fill(folder)` when it is not there; older versions are
     deleted. Of several processes that want it one makes it. size: bytes it will take about.

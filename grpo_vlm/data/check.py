@@ -84,7 +84,7 @@ def check(source: str, settings: Any, processor: Any, console: Console) -> Verdi
     media = Media()
     scan = scan_rows(rows.source, rows.builder, rows.workers, lambda *row: _note(media, rows, *row))
     verdict = rows.judge(scan)
-    for note in rows.source.notes:
+    for note in filter(None, [*rows.source.notes, verdict.answer_note(rows.row_id)]):
         console.print(f"[yellow]note[/] {escape(note)}")
     console.print(_shapes(rows))
     console.print(_balance(scan, verdict, settings))
@@ -95,13 +95,28 @@ def check(source: str, settings: Any, processor: Any, console: Console) -> Verdi
     _print_rows(console, "Faults", [text for _, text in verdict.faults])
     _print_rows(console, "Left out by data.on_bad_media=skip", [text for _, text in verdict.skipped])
     longest = sorted(verdict.overlong, key=lambda row: -row[1])[:LONGEST_ROWS]
-    _print_rows(console, "Longest rows left out", [f"{row_id}: {tokens} tokens" for row_id, tokens in longest])
+    _print_rows(
+        console,
+        f"Longest of the {len(verdict.overlong)} rows left out",
+        [f"{row_id}: {tokens} tokens" for row_id, tokens in longest],
+    )
+    if longest:
+        console.print(f"[yellow]hint[/] {_ways_out(longest[0][1], settings)}", soft_wrap=True)
     _print_rows(console, "Moving pictures, first frame used", sorted(rows.builder.animated))
     if verdict.kept:
         rows.select(verdict.kept)
         for index in range(min(SHOWN_ROWS, len(rows))):
             console.print(_sent(rows[index]))
     return verdict
+
+
+def _ways_out(tokens: int, settings: Any) -> str:
+    """How rows of so many tokens are kept."""
+    return (
+        f"training leaves them out, too: data.max_prompt_length={tokens} keeps all rows (now "
+        f"{settings.max_prompt_length}), a lower data.max_pixels (now {settings.max_pixels}) or data.min_pixels (now "
+        f"{settings.min_pixels}) makes pictures smaller"
+    )
 
 
 def _note(media: Media, rows: PromptDataset, number: int, row: Mapping[str, Any], sizes: Sequence[Any]) -> None:
@@ -146,6 +161,8 @@ def _balance(scan: Scan, verdict: Verdict, settings: Any) -> Table:
     table.add_row("bad picture or video, left out", str(len(verdict.skipped)))
     table.add_row("faulty", str(len(verdict.faults)), style="bold red" if verdict.faults else "")
     table.add_row("usable", str(len(verdict.kept)), style="bold")
+    if verdict.unanswered:
+        table.add_row("  of them without a right answer", str(len(verdict.unanswered)))
     return table
 
 

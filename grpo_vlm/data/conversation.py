@@ -2,23 +2,24 @@
 the question.
 
 `<image>` and `<video>` in text stand for the next picture or video of the row; `\\<image>` and `\\<video>` are the
-words themselves. A list of parts that names its media ({"type": "image"}, {"type": "image_url", ...}) keeps such words
-in its texts as they are.
+words themselves, and `\\\\<image>` is a backslash before a picture. A list of parts that names its media ({"type":
+"image"}, {"type": "image_url", ...}) keeps such words in its texts as they are.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import jinja2
 
 from grpo_vlm.data.entries import image_entries, inside, video_entries
 from grpo_vlm.data.schemas import RawRow, Schema, Turn
-from grpo_vlm.errors import DataError
+from grpo_vlm.errors import DataError, MediaError
 
 IMAGE, VIDEO, TEXT = "image", "video", "text"
-MARK = re.compile(r"(\\?)<(image|video)>")
+MARK = re.compile(r"(\\*)<(image|video)>")
 WORDS = {IMAGE: "pictures", VIDEO: "videos"}
 PART_KINDS = {"text": TEXT, "image": IMAGE, "image_url": IMAGE, "video": VIDEO, "video_url": VIDEO}
 
@@ -65,6 +66,8 @@ class Converser:
         columns[VIDEO] = self._entries(raw.videos, schema.video, row_id, video_entries)
         if schema.media_first:
             _place_first(turns, columns)
+        if not any(part.kind != TEXT or part.text.strip() for part in turns[-1][1]):
+            raise DataError(f"{row_id}: the last message of column {schema.prompt!r} is empty; fill or remove the row")
         media = {kind: _assigned(kind, turns, columns[kind], raw, schema, row_id) for kind in (IMAGE, VIDEO)}
         if self.format_prompt is not None:
             role, parts = turns[-1]
@@ -82,7 +85,7 @@ class Converser:
 
     def _formatted(self, parts: Sequence[Part], row_id: str) -> list[Part]:
         """The question as the format prompt writes it: rendered with its marks, and taken apart again."""
-        written = self.format_prompt.render(content="".join(_marked(part) for part in parts))
+        written = self.format_prompt.render(content=_marked(parts))
         made = list(_marked_parts(written))
         for kind in (IMAGE, VIDEO):
             before, after = (sum(part.kind == kind for part in some) for some in (parts, made))
@@ -123,6 +126,10 @@ def _part(item: Any, place: str) -> Part:
     if PART_KINDS[kind] == TEXT:
         return Part(TEXT, str(filled.get("text", "")))
     own = {key: value for key, value in filled.items() if key != "type"}
+    if kind.endswith("_url") and inside(own) is None:
+        raise MediaError(
+            f"{place}: a part of the type {kind} has no url; write {{'type': '{kind}', '{kind}': {{'url': ...}}}}"
+        )
     return Part(PART_KINDS[kind], entry=own if inside(own) is not None else None)
 
 
@@ -130,9 +137,10 @@ def _marked_parts(text: str) -> Iterator[Part]:
     """The parts of marked text."""
     start, held = 0, ""
     for mark in MARK.finditer(text):
-        held += text[start : mark.start()]
+        slashes = len(mark[1])
+        held += text[start : mark.start()] + "\\" * (slashes // 2)
         start = mark.end()
-        if mark[1]:
+        if slashes % 2:
             held += f"<{mark[2]}>"
             continue
         if held:
@@ -143,9 +151,17 @@ def _marked_parts(text: str) -> Iterator[Part]:
         yield Part(TEXT, held + text[start:])
 
 
-def _marked(part: Part) -> str:
+def _marked(parts: Sequence[Part]) -> str:
     """The marked text that `_marked_parts` takes apart again."""
-    return MARK.sub(lambda mark: f"\\<{mark[2]}>", part.text) if part.kind == TEXT else f"<{part.kind}>"
+    written = ""
+    for is_text, some in groupby(parts, lambda part: part.kind == TEXT):
+        if is_text:
+            text = "".join(part.text for part in some)
+            written += MARK.sub(lambda mark: f"{mark[1] * 2}\\<{mark[2]}>", text)
+        else:
+            slashes = len(written) - len(written.rstrip("\\"))
+            written += "\\" * slashes + "".join(f"<{part.kind}>" for part in some)
+    return written
 
 
 def _content(parts: Sequence[Part]) -> list[dict[str, Any]]:
@@ -182,8 +198,8 @@ def _assigned(
         shown = "".join(part.text if part.kind == TEXT else f"<{part.kind}>" for _, parts in turns for part in parts)
         raise DataError(
             f"{row_id}: {waiting} <{kind}> marks in column {schema.prompt!r} but {len(entries)} {WORDS[kind]} in "
-            f"column {column!r}{absent}; text starts {shown[:60]!r}; make them equal, write \\<{kind}> where the word "
-            f"itself is meant, or set data.{kind}_key"
+            f"column {column!r}{absent}; text starts {shown[:60]!r}; write one <{kind}> for each of them, \\<{kind}> "
+            f"where the word itself is meant, or set data.{kind}_key"
         )
     following = iter(entries)
     return [next(following) if part.entry is None else part.entry for part in parts]

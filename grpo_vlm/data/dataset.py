@@ -5,10 +5,12 @@ Rows are read when they are needed, so a data set can be larger than memory and 
 """
 
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_vlm.data.cache import short_hash
 from grpo_vlm.data.lengths import Scan, cached_scan
 from grpo_vlm.data.rows import Prompt, PromptBuilder, overlong_message
 from grpo_vlm.data.schemas import Schema
@@ -16,6 +18,7 @@ from grpo_vlm.data.sources import open_source, parts_of
 from grpo_vlm.errors import DataError
 
 LISTED_FAULTS = 10
+NAMED_ROWS = 3  # in a note about many
 FIRST_ROWS = 8  # that tell the shape of a source
 
 
@@ -40,12 +43,24 @@ class DataReport:
 @dataclass(frozen=True)
 class Verdict:
     """Where each row goes; together they are all rows. kept: row numbers; the others are (row_id, tokens) or (row_id,
-    what is wrong)."""
+    what is wrong). unanswered: row numbers of those kept that have no right answer."""
 
     kept: tuple[int, ...]
     overlong: tuple[tuple[str, int], ...]
     skipped: tuple[tuple[str, str], ...]
     faults: tuple[tuple[str, str], ...]
+    unanswered: tuple[int, ...]
+
+    def answer_note(self, row_id: Callable[[int], str]) -> str:
+        """What the user should know of rows without a right answer; "" where there is none."""
+        if not self.unanswered:
+            return ""
+        some = ", ".join(map(row_id, self.unanswered[:NAMED_ROWS]))
+        more = ", ..." if len(self.unanswered) > NAMED_ROWS else ""
+        return (
+            f"{len(self.unanswered)} of {len(self.kept)} rows have no right answer ({some}{more}): the reward gets an "
+            "empty ground_truth; data.answer_key names the column that has it"
+        )
 
 
 class PromptDataset:
@@ -53,6 +68,7 @@ class PromptDataset:
 
     source: "PATH[@split]" (parquet, json, jsonl, folder, URL or hub id), several of them with commas between, or a
     list of row dicts; data_config: the `data` section; processor: a Qwen-VL processor.
+    mark: of the rows that validate() kept: another where a resumed run would draw other rows.
     Raises DataError when the source cannot be read, is empty or lacks the question or answer column. Until validate()
     is called every row is in the set.
     """
@@ -62,9 +78,10 @@ class PromptDataset:
         self.workers = max(1, min(data_config.filter_overlong_prompts_workers, os.cpu_count() or 1))
         self.builder = PromptBuilder(data_config, processor)
         self.source = open_source(source)
-        self.schemas: dict[str, Schema] = {}  # of each part of the source
+        self._named = source if isinstance(source, str) else None
         self._check_columns()
         self.kept: Sequence[int] = range(len(self.source))
+        self.mark = ""
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -94,13 +111,19 @@ class PromptDataset:
     def picture_sources(self, indices: Sequence[int]) -> dict[int, list[Hashable]]:
         """For each usable row what its pictures are known by: equal for equal pictures of different rows, as far as
         can be seen without opening one."""
-        found = {index: self.builder.picture_sources(row) for index, row in self._rows(indices)}
+        builder, kept = self.builder, self.kept
+        found = {index: builder.picture_sources(row, self.row_id(kept[index])) for index, row in self._rows(indices)}
         return {index: found[index] for index in indices}
 
     def _rows(self, indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each index once with its row, in the order of the source: neighbours are read together."""
         for index in sorted(dict.fromkeys(indices), key=self.kept.__getitem__):
             yield index, self.source.rows(self.kept[index], self.kept[index] + 1)[0]
+
+    @property
+    def schemas(self) -> dict[str, Schema]:
+        """The shape of each part of the source, by its name."""
+        return self.builder.schemas
 
     def row_id(self, row: int) -> str:
         """Name of the row-th row of the source, counted before filtering."""
@@ -115,9 +138,8 @@ class PromptDataset:
         earlier run found about the same rows is taken from the cache.
 
         Overlong prompts are dropped with data.filter_overlong_prompts, rows with a bad picture or video with
-        data.on_bad_media=skip; else they are faults. All faults are raised
-        together in one DataError that lists the first ten and counts the rest; a data set with no row left is one,
-        too.
+        data.on_bad_media=skip; else they are faults. All faults are raised together in one DataError that lists the
+        first ten and counts the rest; a data set with no row left is one, too.
         """
         scan, note = cached_scan(self.source, self.builder, self.settings, self.workers)
         return self.adopt(scan, [*self.source.notes, *([note] if note else [])])
@@ -136,6 +158,8 @@ class PromptDataset:
                 f"{limit} (the shortest has {shortest} tokens); raise it or lower data.max_pixels"
             )
         self.kept = verdict.kept
+        self.mark = f"{len(self.kept)} of {len(self.source)} rows, {short_hash(scan.content, str(self.kept))}"
+        notes = [*notes, *filter(None, [verdict.answer_note(self.row_id)])]
         longest = max(scan.tokens[row] for row in self.kept)
         return DataReport(
             len(self.source), self.kept, verdict.overlong, longest, verdict.skipped, scan.cached, tuple(notes)
@@ -156,20 +180,22 @@ class PromptDataset:
             else:
                 text = overlong_message(self.row_id(row), tokens, scan.media_tokens[row], limit)
                 faults.append((self.row_id(row), text))
-        return Verdict(tuple(kept), tuple(overlong), tuple(skipped), tuple(faults))
+        usable = set(kept)
+        unanswered = tuple(row for row in scan.unanswered if row in usable)
+        return Verdict(tuple(kept), tuple(overlong), tuple(skipped), tuple(faults), unanswered)
 
     def _raise_faults(self, faults: list[str]) -> None:
         if not faults:
             return
         listed = "\n".join(f"  {fault}" for fault in faults[:LISTED_FAULTS])
         more = f"\n  ... and {len(faults) - LISTED_FAULTS} more" if len(faults) > LISTED_FAULTS else ""
-        if more:
-            more += f"; `grpo-vlm data check {self.source.name}` lists them all"
+        if more and self._named:
+            more += f"; `grpo-vlm data check {shlex.quote(self._named)}` lists them all"
         raise DataError(f"{len(faults)} of {len(self.source)} rows cannot be used:\n{listed}{more}")
 
     def _check_columns(self) -> None:
         for part in parts_of(self.source):
             try:
-                self.schemas[part.name] = self.builder.learn(part.columns, part.rows(0, min(FIRST_ROWS, len(part))))
+                self.builder.learn(part.name, part.columns, part.rows(0, min(FIRST_ROWS, len(part))))
             except DataError as error:
                 raise DataError(f"{part.name}: {error}") from None

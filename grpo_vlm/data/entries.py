@@ -7,17 +7,18 @@ import base64
 import binascii
 import hashlib
 import json
+import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-import fsspec
 import numpy as np
 import requests
 from PIL import Image
 
+from grpo_vlm.data.remote import file_system
 from grpo_vlm.errors import DataError, MediaError
 
 LONGEST_NAME = 255  # characters of a path; longer text is data
@@ -32,9 +33,10 @@ MAX_REMOTE_BYTES = 2**28  # of one file that is fetched
 def image_entries(cell: Any) -> list[Any]:
     """The pictures of one cell as a list.
 
-    Accepts None, "", one entry, a list of entries, or a list of paths written as JSON text.
+    Accepts None, "", NaN (pandas' empty cell), one entry, a list of entries or of nothing but None, or a list of paths
+    written as JSON text.
     """
-    if cell is None or (isinstance(cell, str) and not cell.strip()):
+    if cell is None or (isinstance(cell, str) and not cell.strip()) or (isinstance(cell, float) and math.isnan(cell)):
         return []
     if isinstance(cell, str) and cell.lstrip().startswith("["):
         try:
@@ -44,7 +46,7 @@ def image_entries(cell: Any) -> list[Any]:
     if isinstance(cell, np.ndarray):
         raise DataError(f"an array of shape {cell.shape} is not a picture; give PIL images, bytes or paths")
     if isinstance(cell, Sequence) and not isinstance(cell, (str, bytes, bytearray)):
-        return list(cell)
+        return [] if all(entry is None for entry in cell) else list(cell)
     return [cell]
 
 
@@ -124,9 +126,11 @@ def read_entry(entry: Any, folder: str | None = None, allow_remote: bool = False
 
 
 def _read_text(text: str, folder: str | None, allow_remote: bool) -> bytes | Path:
+    if not text.strip():
+        raise MediaError("the path is empty; give a path, or no entry where the row has no such picture")
     if text.startswith("data:"):
         return _data_uri(text)
-    scheme = text.partition("://")[0].lower() if "://" in text[:32] else ""
+    scheme = text.partition("://")[0].rpartition("::")[2].lower() if "://" in text[:32] else ""  # simplecache::http
     if scheme in ("http", "https"):
         if not allow_remote:
             raise MediaError(
@@ -150,9 +154,15 @@ def _is_file(text: str, folder: str | None) -> bool:
 def _local(path: Path, folder: str | None) -> Path:
     path = Path(folder or "", path).expanduser()
     if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "does not exist"
-        raise MediaError(f"{path} {what}; check the path or data.image_dir (now {folder!r})")
+        raise MediaError(f"{path} {not_a_file(path)}; check the path or data.image_dir (now {folder!r})")
     return path
+
+
+def not_a_file(path: Path) -> str:
+    """What a path is that is no file: "does not exist", "is a folder, not a file" ..."""
+    if path.is_dir():
+        return "is a folder, not a file"
+    return "is a device or a pipe, not a file" if path.exists() else "does not exist"
 
 
 def _base64(text: str) -> bytes:
@@ -190,10 +200,16 @@ def _limited(parts: Any) -> Any:
 
 def _open_remote(address: str) -> bytes:
     try:
-        with fsspec.open(address, "rb") as file:
+        system, path = file_system(address)
+        with system.open(path, "rb") as file:
             return _at_most(address, file.read(MAX_REMOTE_BYTES + 1))
-    except (OSError, ValueError, ImportError) as error:
-        raise MediaError(f"{address[:80]!r} cannot be read: {error}; check the address") from error
+    except MediaError:
+        raise
+    except DataError as error:  # its driver is absent, or does not connect
+        raise MediaError(str(error)) from error
+    except Exception as error:  # each driver has its own kinds of error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise MediaError(f"{address[:80]!r} cannot be read: {reason}; check the address") from error
 
 
 def _at_most(address: str, data: bytes) -> bytes:

@@ -37,7 +37,8 @@ class Scan:
     """What a pass over all rows found. tokens, media_tokens: of each row's prompt after expansion, 0 for a faulty row.
 
     faults: row -> (what is wrong, whether it is a picture or video that is). files: state of each file that rows name.
-    animated: ids of rows with a moving picture.
+    animated: ids of rows with a moving picture. unanswered: sound rows without a right answer. content: the source's
+    digest, "" where it has none.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -45,6 +46,8 @@ class Scan:
     faults: dict[int, tuple[str, bool]] = field(default_factory=dict)
     files: list[list[int | str]] = field(default_factory=list)
     animated: list[str] = field(default_factory=list)
+    unanswered: list[int] = field(default_factory=list)
+    content: str = ""
     cached: bool = False
 
 
@@ -66,6 +69,8 @@ def scan_rows(source: RowSource, builder: PromptBuilder, workers: int, watch: Wa
                     raise sizes
                 tokens = builder.prompt_length(row, row_id, sizes)
                 media_tokens = builder.image_tokens(sizes)
+                if not builder.answer(row, row_id):
+                    scan.unanswered.append(number)
             except DataError as fault:
                 scan.faults[number] = str(fault), isinstance(fault, MediaError)
             else:
@@ -81,12 +86,14 @@ def scan_rows(source: RowSource, builder: PromptBuilder, workers: int, watch: Wa
 def cached_scan(source: RowSource, builder: PromptBuilder, settings: Any, workers: int) -> tuple[Scan, str]:
     """A scan of the cache, or a new one that is put there; and what the user should know about the cache, mostly
     nothing. settings: the data section."""
-    path = _entry(source, builder, settings)
+    content = source.digest()
+    path = _entry(content, source.name, builder, settings)
     found = None if path is None else _read(path, len(source))
     if found is not None:
         builder.animated |= set(found.animated)
         return found, ""
     scan = scan_rows(source, builder, workers)
+    scan.content = content or ""
     if path is None:
         return scan, ""
     try:
@@ -119,7 +126,7 @@ def _measured(
 def _measure(builder: PromptBuilder, row: Mapping[str, Any], row_id: str) -> tuple[Any, dict[str, list[int | str]]]:
     """Sizes of a row's media, each proven to decode, or what is wrong with them; and the files that the row names with
     their states before."""
-    named = {str(key): _state(str(key)) for kind, key in builder.picture_sources(row) if kind == "path"}
+    named = {str(key): _state(str(key)) for kind, key in builder.picture_sources(row, row_id) if kind == "path"}
     try:
         return builder.picture_sizes(row, row_id), named
     except DataError as fault:
@@ -135,12 +142,12 @@ def _state(file: str) -> list[int | str]:
 # ---------------------------------------------------------------- the cache
 
 
-def _entry(source: RowSource, builder: PromptBuilder, settings: Any) -> Path | None:
-    """The file of the cache for these rows and settings; None where they cannot be told from others."""
-    content, how = source.digest(), builder_digest(builder, settings)
+def _entry(content: str | None, name: str, builder: PromptBuilder, settings: Any) -> Path | None:
+    """The file of the cache for rows of this digest and these settings; None where they cannot be told from others."""
+    how = builder_digest(builder, settings)
     if content is None or how is None:
         return None
-    return cache_dir() / "lengths" / f"{short_hash(content, source.name, how, _code())}.json"
+    return cache_dir() / "lengths" / f"{short_hash(content, name, how, _code())}.json"
 
 
 def builder_digest(builder: PromptBuilder, settings: Any) -> str | None:
@@ -180,7 +187,8 @@ def _version(library: str) -> str:
 
 
 def _write(path: Path, scan: Scan) -> None:
-    body = json.dumps([scan.tokens, scan.media_tokens, list(scan.faults.items()), scan.files, scan.animated])
+    found = dataclasses.asdict(scan) | {"faults": list(scan.faults.items())}
+    body = json.dumps(found)
     write_entry(path, f"{short_hash(body)}\n{body}")
 
 
@@ -191,8 +199,8 @@ def _read(path: Path, rows: int) -> Scan | None:
     check, _, body = path.read_text(encoding="utf-8", errors="replace").partition("\n")
     if check != short_hash(body):
         return None
-    tokens, media_tokens, faults, files, animated = json.loads(body)
-    if len(tokens) != rows or any(len(state) == 1 or _state(state[0]) != state for state in files):
+    found = json.loads(body)
+    if len(found["tokens"]) != rows or any(len(state) == 1 or _state(state[0]) != state for state in found["files"]):
         return None
-    by_row = {row: (text, media) for row, (text, media) in faults}
-    return Scan(tokens, media_tokens, by_row, files, animated, cached=True)
+    by_row = {row: (text, media) for row, (text, media) in found["faults"]}
+    return Scan(**found | {"faults": by_row, "cached": True})

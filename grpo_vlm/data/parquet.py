@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_vlm.data import parquet_copy
-from grpo_vlm.data.cache import cached_folder, content_hash, file_state
+from grpo_vlm.data.cache import cached_folder, check_unchanged, content_hash, file_state, size_and_time
 from grpo_vlm.errors import DataError
 
 GROUP_BYTES = 16 << 20  # uncompressed size up to which a row group is read for one row of it
@@ -42,6 +42,7 @@ class ParquetSource:
     def __init__(self, paths: Sequence[Path], name: str):
         self.name, self.paths = name, [path.absolute() for path in paths]
         self.notes: list[str] = []
+        self._states = [size_and_time(path) for path in self.paths]
         files = [_RowGroups(path) for path in self.paths]
         small = sum(file.total_bytes for file in files) <= KEPT_BYTES
         self._files = [file if small or file.largest_bytes <= GROUP_BYTES else self._by_rows(file) for file in files]
@@ -86,6 +87,18 @@ class ParquetSource:
             yield self.rows(at, at + count)
             at += count
 
+    def column(self, name: str) -> Iterator[Any]:
+        """The values of one column in order; no other column is read from the file."""
+        at = 0
+        for path in self.paths:
+            with pq.ParquetFile(path) as file:
+                names = [name] if name in file.schema_arrow.names else []
+                for batch in file.iter_batches(columns=names, use_threads=False):
+                    rows = slice(max(self._first - at, 0), max(self._last - at, 0))
+                    values = batch.column(0).to_pylist() if names else [None] * batch.num_rows
+                    yield from values[rows]
+                    at += batch.num_rows
+
     def row_id(self, row: int) -> str:
         return f"{self.name}:{row}"
 
@@ -111,6 +124,7 @@ class ParquetSource:
             if file not in self._readers:
                 if len(self._readers) >= OPEN_FILES:
                     self._readers.clear()
+                check_unchanged(self.paths[file], self._states[file])
                 self._readers[file] = self._files[file].reader()
             table = self._files[file].read(self._readers[file], group)
         except (pa.ArrowException, OSError) as error:

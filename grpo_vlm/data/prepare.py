@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from grpo_vlm.config.locations import scheme_of
 from grpo_vlm.data import (
     prepare_clevr,
     prepare_easyvqa,
@@ -17,6 +18,7 @@ from grpo_vlm.data import (
 )
 from grpo_vlm.data.prepare_easyvqa import easyvqa_rows
 from grpo_vlm.data.prepared import Recipe, write_split
+from grpo_vlm.data.remote import file_system
 from grpo_vlm.errors import GRPOVLMError
 
 __all__ = ["RECIPES", "easyvqa_rows", "main"]
@@ -48,9 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--local_dataset_path", help="raw data: a file or folder, instead of the hub")
         recipe.add_arguments(command)
     options = parser.parse_args(arguments)
+    targets = [target for target in (options.out, options.hdfs_dir) if target]
     try:
+        for target in filter(scheme_of, targets):
+            file_system(target)  # before anything is downloaded and written: its driver may be absent
         for split, rows in RECIPES[options.name].splits(options).items():
-            count, written = write_split(rows, filter(None, (options.out, options.hdfs_dir)), split)
+            count, written = write_split(rows, targets, split)
             for address in written:
                 print(f"{address}: {count} rows")
     except GRPOVLMError as error:

@@ -20,7 +20,7 @@ from grpo_vlm.data.conversation import IMAGE, VIDEO, WORDS, Conversation, Conver
 from grpo_vlm.data.entries import inside, source_key
 from grpo_vlm.data.media import SizeRule, image_facts
 from grpo_vlm.data.pictures import Clip, MediaSettings, Picture, Pictures, metadata
-from grpo_vlm.data.schemas import Keys, RawRow, Schema, answer_text, detect
+from grpo_vlm.data.schemas import Keys, RawRow, Schema, answer_text, check_text, detect
 from grpo_vlm.data.video import ClipShape, clip_shape
 from grpo_vlm.errors import ConfigError, DataError, MediaError
 
@@ -88,6 +88,7 @@ class PromptBuilder:
     """Turns row dicts into Prompts with the settings of the `data` section and a Qwen-VL processor. Can be pickled for
     DataLoader workers.
 
+    schemas: the shape of each file of the set, by its name, as learnt.
     animated: ids of the rows with a moving picture, of which only the first frame is used, as far as they were
     measured.
     Raises ConfigError when the format_prompt or override_chat_template file is absent or not usable.
@@ -100,7 +101,7 @@ class PromptBuilder:
         self.skip_bad_media = data_config.on_bad_media == "skip"
         self.media = MediaSettings.of(processor, data_config)
         self.animated: set[str] = set()
-        self.schemas: list[Schema] = []
+        self.schemas: dict[str, Schema] = {}
         self._system_prompt = data_config.system_prompt
         self._format_text = _read_format_prompt(data_config.format_prompt)
         self._converser = self._make_converser()
@@ -124,13 +125,11 @@ class PromptBuilder:
         """Of pictures."""
         return self.media.images
 
-    def learn(self, columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]]) -> Schema:
-        """The shape of rows with these columns, which rows that fit it are read by from now on; a mixture is learnt
+    def learn(self, name: str, columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]]) -> Schema:
+        """The shape of rows with these columns, which rows NAME:INDEX are read by from now on; a mixture is learnt
         part by part. Raises DataError when nothing fits."""
-        schema = detect(columns, first_rows, self.keys)
-        if schema not in self.schemas:
-            self.schemas.append(schema)
-        return schema
+        self.schemas[name] = detect(columns, first_rows, self.keys)
+        return self.schemas[name]
 
     def pictures(self) -> Pictures:
         """An empty store for prompts that are built together."""
@@ -165,11 +164,11 @@ class PromptBuilder:
         """The gold answer as the reward gets it. Raises DataError like build()."""
         return answer_text(self._read(row, row_id)[1].answer)
 
-    def picture_sources(self, row: Mapping[str, Any]) -> list[Hashable]:
+    def picture_sources(self, row: Mapping[str, Any], row_id: str) -> list[Hashable]:
         """What tells the row's pictures and videos from those of other rows before one is opened, as (kind, key); []
         where a cell is faulty."""
         try:
-            _, _, talk = self._read(row, "")
+            _, _, talk = self._read(row, row_id)
         except DataError:  # build() says what is wrong
             return []
         files = [*talk.images, *(file for entry in talk.videos for file in _files(entry))]
@@ -237,9 +236,7 @@ class PromptBuilder:
             raise MediaError(f"{row_id}: column {column!r}, {word} {index}: {error}") from error.__cause__
 
     def _read(self, row: Mapping[str, Any], row_id: str) -> tuple[Schema, RawRow, Conversation]:
-        schema = next((schema for schema in self.schemas if schema.fits(row)), None)
-        if schema is None and self.schemas:
-            schema = self.schemas[0]  # which says what the row lacks
+        schema = self.schemas.get(row_id.rpartition(":")[0])
         if schema is None:
             try:
                 schema = detect(list(row), [row], self.keys)
@@ -271,6 +268,7 @@ class PromptBuilder:
                     f"{talk.shown!r} may hold {token!r} itself (remove it), or the chat template does not write "
                     f"{kind}s"
                 )
+        check_text(text, f"{row_id}: the prompt")
         first, *others = text.split(processor.video_token)
         stamped = first + "".join(self._steps(clip) + after for clip, after in zip(clips, others, strict=True))
         return _Question(text, processor.tokenizer(stamped, truncation=False)["input_ids"])

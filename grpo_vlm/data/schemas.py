@@ -6,14 +6,17 @@ RawRow, which rows.py turns into a prompt. Shapes, in the order in which they ar
     verl      prompt (messages or text), images/videos, reward_model.ground_truth
     openai    messages whose parts carry their media: {"type": "image_url", "image_url": {"url": ...}}
     trl       prompt (messages), image/images, any columns
-    r1v       image, problem (without a mark), solution (<answer>...</answer>)
+    r1v       image, problem, solution (<answer>...</answer>)
     easyr1    a text column with <image> and <video> marks, images/videos, an answer
+
+Columns tell them apart, never the text of a question, in which a mark may stand or not.
 
 data.prompt_key, answer_key, image_key and video_key come before everything that is found here; a dotted key reaches
 into a struct (reward_model.ground_truth).
 """
 
 import json
+import math
 import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,22 +32,23 @@ VIDEO_NAMES = ("videos", "video")
 AUDIO_NAMES = ("audio", "audios")
 MEDIA_PARTS = ("image", "image_url", "video", "video_url")
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-NAMES = ("verl", "openai", "trl", "r1v", "easyr1")
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What the user asked for; the defaults stand for "not set"."""
+    """What the user asked for; the defaults stand for "not set". empty_answer: data.allow_empty_answer."""
 
     prompt: str = "prompt"
     answer: str = "answer"
     image: str = "images"
     video: str = "videos"
+    empty_answer: bool = False
 
     @classmethod
     def of(cls, data_config: Any) -> "Keys":
         """The `data` section's keys."""
-        return cls(data_config.prompt_key, data_config.answer_key, data_config.image_key, data_config.video_key)
+        names = data_config.prompt_key, data_config.answer_key, data_config.image_key, data_config.video_key
+        return cls(*names, data_config.allow_empty_answer)
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class Turn:
 @dataclass(frozen=True)
 class RawRow:
     """What a row says, whatever its shape. turns: the conversation. images, videos: the cells of the media columns,
-    None without. answer: the right answer as the row has it. columns: the row without its media. names: of all
-    columns."""
+    None without. answer: the right answer as the row has it, "" for none. columns: the row without its media. names:
+    of all columns."""
 
     turns: list[Turn]
     images: Any
@@ -71,11 +75,11 @@ class RawRow:
 
 @dataclass(frozen=True)
 class Schema:
-    """One shape with its columns. prompt, answer, image, video: names of columns; answer None where the rows have no
-    answer of their own (the reward then works with the other columns, or with the conversation's last message).
+    """One shape with its columns. prompt, answer, image, video: names of columns; answer None where no column has it.
 
     conversation: the question is a list of messages. media_first: pictures without a mark stand before the question
-    (R1-V, TRL) instead of being a fault.
+    (R1-V, TRL) instead of being a fault. answered: without an answer column, the conversation's last message is the
+    answer; else such rows have none, and the reward works with the other columns. empty_answer: a row may have none.
     """
 
     name: str
@@ -85,17 +89,17 @@ class Schema:
     video: str
     conversation: bool
     media_first: bool
-
-    def fits(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row of a mixture is of this shape."""
-        cell = row.get(self.prompt)
-        is_text = isinstance(cell, str)
-        return cell is not None and is_text != self.conversation and (not self.answer or _has(self.answer, row, [row]))
+    answered: bool = False
+    empty_answer: bool = False
 
     @property
     def description(self) -> str:
         """For logs: the name and which column is what."""
-        answer = f"answer in {self.answer!r}" if self.answer else "no answer column"
+        answer = "no answers (ground_truth is empty; data.answer_key names their column)"
+        if self.answer:
+            answer = f"answer in {self.answer!r}"
+        elif self.answered:
+            answer = f"answer in the last message of {self.prompt!r}"
         return f"{self.name} rows: question in {self.prompt!r}, {answer}, media in {self.image!r} and {self.video!r}"
 
     def read(self, row: Mapping[str, Any], row_id: str) -> RawRow:
@@ -115,6 +119,7 @@ class Schema:
         return RawRow(turns, row.get(image), row.get(video), answer, kept, tuple(row))
 
     def _turns(self, cell: Any, row_id: str) -> list[Turn]:
+        cell = _messages(cell)
         if isinstance(cell, str) and cell.strip():
             return [Turn("user", cell)]
         if isinstance(cell, Sequence) and not isinstance(cell, (str, bytes)) and len(cell):
@@ -138,15 +143,24 @@ class Schema:
         raise DataError(f"{place}: content must be text or a list of parts, found {type(content).__name__}; fix it")
 
     def _answer(self, row: Mapping[str, Any], row_id: str, turns: list[Turn]) -> tuple[Any, list[Turn]]:
-        if self.answer is None:
-            if turns[-1].role == "assistant" and isinstance(turns[-1].content, str) and len(turns) > 1:
-                return turns[-1].content, turns[:-1]
+        if self.answer is not None:
+            place, answer = f"column {self.answer!r} is empty", self._cell(row, row_id, self.answer)
+        elif (spoken := _spoken(turns)) is not None:
+            place, answer, turns = "the assistant's message is empty", spoken, turns[:-1]
+        elif not self.answered:
             return "", turns
-        answer = self._cell(row, row_id, self.answer)
-        if answer is None:
-            raise DataError(f"{row_id}: column {self.answer!r} is empty; fill the answer or remove the row")
+        else:
+            place, answer = f"column {self.prompt!r} does not end with the assistant's answer, as other rows do", None
         if self.name == "r1v" and isinstance(answer, str) and (tagged := ANSWER_TAG.search(answer)):
             answer = tagged[1].strip()
+        if _says_nothing(answer):
+            if self.empty_answer:
+                return "", turns
+            raise DataError(
+                f"{row_id}: {place}; fill the answer or remove the row, or, for a reward that does not read "
+                "ground_truth, set data.allow_empty_answer=true"
+            )
+        check_text(answer_text(answer), f"{row_id}: the answer")
         return answer, turns
 
     def _cell(self, row: Mapping[str, Any], row_id: str, key: str) -> Any:
@@ -160,6 +174,34 @@ class Schema:
                 )
             value = value[part]
         return value
+
+
+def _messages(cell: Any) -> Any:
+    """The messages that a cell holds as JSON text; any other cell as it is."""
+    if not (isinstance(cell, str) and cell.lstrip().startswith("[")):
+        return cell
+    try:
+        found = json.loads(cell)
+    except ValueError:
+        return cell  # a question that begins with a bracket
+    return found if found and all(isinstance(item, dict) and "role" in item for item in found) else cell
+
+
+def _spoken(turns: Sequence[Turn]) -> str | None:
+    """The text of the assistant's message at the end, None where there is none or it is more than text."""
+    if len(turns) < 2 or turns[-1].role != "assistant":
+        return None
+    content = turns[-1].content
+    parts = [{"text": content}] if isinstance(content, str) else content
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def _says_nothing(answer: Any) -> bool:
+    """Whether an answer is empty: null, blank text, or the number that stands for a missing one."""
+    if isinstance(answer, float):
+        return math.isnan(answer)
+    return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
 def _filled(row: Mapping[str, Any], column: str, names: Sequence[str]) -> str:
@@ -186,7 +228,7 @@ def detect(columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]], keys
     answer = _find("data.answer_key", keys.answer, Keys.answer, ANSWER_NAMES, columns, first_rows)
     if keys.answer == Keys.answer and _has(VERL_ANSWER, columns, first_rows):  # also where there is an answer column
         answer = VERL_ANSWER
-    cells = [row.get(prompt) for row in first_rows if prompt and row.get(prompt) is not None]
+    cells = [_messages(row[prompt]) for row in first_rows if prompt and row.get(prompt) is not None]
     conversation = bool(cells) and not isinstance(cells[0], str)
     if prompt is None or (answer is None and not conversation):
         raise DataError(_no_shape(columns, prompt))
@@ -194,7 +236,7 @@ def detect(columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]], keys
         name = "verl"
     elif conversation:
         name = "openai" if prompt == "messages" or any(_carries_media(cell) for cell in cells) else "trl"
-    elif answer == "solution" and not any("<image>" in str(cell) or "<video>" in str(cell) for cell in cells):
+    elif answer == "solution":
         name = "r1v"
     else:
         name = "easyr1"
@@ -206,6 +248,8 @@ def detect(columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]], keys
         video=video or keys.video,
         conversation=conversation,
         media_first=name in ("openai", "trl", "r1v"),
+        answered=answer is None and any(map(_ends_with_assistant, cells)),
+        empty_answer=keys.empty_answer,
     )
 
 
@@ -223,9 +267,11 @@ def _find(
     if asked != default:
         if option in ("data.image_key", "data.video_key"):  # rows without media need no such column
             return None
+        usual = next((name for name in names if _has(name, columns, rows)), None)
+        way = f", or leave {option} at {default}, by which {usual!r} is found" if usual else ""
         raise DataError(
             f"missing column {asked!r} ({option}); present: {', '.join(columns)}; rename a column or set the key in "
-            "brackets"
+            f"brackets{way}"
         )
     return next((name for name in names if _has(name, columns, rows)), None)
 
@@ -238,9 +284,14 @@ def _has(name: str, columns: Container[str], rows: Sequence[Mapping[str, Any]]) 
     return bool(dot) and first in columns and any(isinstance(cell, Mapping) and rest in cell for cell in cells)
 
 
-def _carries_media(messages: Sequence[Any]) -> bool:
+def _ends_with_assistant(messages: Any) -> bool:
+    last = messages[-1] if isinstance(messages, Sequence) and len(messages) > 1 else None
+    return isinstance(last, Mapping) and last.get("role") == "assistant"
+
+
+def _carries_media(messages: Any) -> bool:
     """Whether a part of these messages holds its own picture or video."""
-    for message in messages:
+    for message in messages if isinstance(messages, Sequence) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, Sequence) and not isinstance(content, str) else ():
             if isinstance(part, Mapping) and any(part.get(key) is not None for key in MEDIA_PARTS):
@@ -258,5 +309,19 @@ def _no_shape(columns: Sequence[str], prompt: str | None) -> str:
 
 
 def answer_text(answer: Any) -> str:
-    """An answer as the reward gets it: text as it is, anything else as JSON."""
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+    """An answer as the reward gets it: text as it is, lists, dicts and Python's numbers as JSON, anything else (a
+    Decimal, a date) as its text."""
+    if isinstance(answer, (list, tuple, dict, bool, int, float)):
+        return json.dumps(answer, ensure_ascii=False, default=str)
+    return str(answer)
+
+
+def check_text(text: str, place: str) -> None:
+    """Raises DataError for text that cannot be written as UTF-8: JSON may hold half of a pair of surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} holds {text[error.start]!a}, half of a surrogate pair and no character (at character "
+            f"{error.start} of {text[:40]!a}); fix it"
+        ) from None

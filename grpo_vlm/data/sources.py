@@ -5,21 +5,24 @@ cache (remote.py); everything else by the `datasets` library, memory-mapped. Pic
 media.py's job.
 """
 
+import json
 import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
+import numpy as np
 import pyarrow as pa
 
-from grpo_vlm.config.locations import scheme_of, split_source, split_sources
-from grpo_vlm.data.cache import content_hash
-from grpo_vlm.data.json_files import LineSource, holds_list, read_list
+from grpo_vlm.config.locations import scheme_of, split_config, split_source, split_sources
+from grpo_vlm.data.cache import cached_folder, content_hash, file_state
+from grpo_vlm.data.entries import not_a_file
+from grpo_vlm.data.json_files import Faults, LineSource, holds_list, read_list
 from grpo_vlm.data.parquet import ParquetSource
 from grpo_vlm.data.remote import local_copy
 from grpo_vlm.errors import DataError
@@ -44,6 +47,10 @@ class RowSource(Protocol):
     def batches(self) -> Iterator[list[dict[str, Any]]]:
         """All rows in order, some at a time."""
 
+    def column(self, name: str) -> Iterator[Any]:
+        """The values of one column in order, None where a row lacks it; nothing else of the rows is read where the
+        format allows it."""
+
     def row_id(self, row: int) -> str:
         """FILE:INDEX of a row."""
 
@@ -56,12 +63,14 @@ class ListSource:
     were read from."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str, file: Path | None = None):
+        faults = Faults()
         for index, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise DataError(f"{name}:{index}: a row must be a dict of columns, got {type(row).__name__}")
+                faults.add(f"{name}:{index}: a row must be a dict of columns, got {type(row).__name__}")
+        faults.raise_all(name, "rows cannot be read")
         self.name, self.file = name, file
         self.notes: list[str] = []
-        self._rows = list(rows)
+        self._rows = [{key: _plain(value) for key, value in row.items()} for row in rows]
         self.columns = list(dict.fromkeys(str(key) for row in self._rows for key in row))
 
     def __len__(self) -> int:
@@ -73,11 +82,25 @@ class ListSource:
     def batches(self) -> Iterator[list[dict[str, Any]]]:
         return (self.rows(start, start + BATCH_ROWS) for start in range(0, len(self), BATCH_ROWS))
 
+    def column(self, name: str) -> Iterator[Any]:
+        return (row.get(name) for row in self._rows)
+
     def row_id(self, row: int) -> str:
         return f"{self.name}:{row}"
 
     def digest(self) -> str | None:
         return None if self.file is None else f"{content_hash([self.file])} {len(self)} of {self.name}"
+
+
+def _plain(value: Any) -> Any:
+    """A value with lists and Python's numbers where pandas gives arrays of objects and numpy's numbers."""
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 class ArrowSource:
@@ -100,6 +123,13 @@ class ArrowSource:
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
         return (self.rows(start, start + BATCH_ROWS) for start in range(0, len(self), BATCH_ROWS))
+
+    def column(self, name: str) -> Iterator[Any]:
+        if name not in self.columns:
+            return repeat(None, len(self))
+        alone = self._dataset.select_columns([name])
+        starts = range(0, len(self), BATCH_ROWS)
+        return (value for start in starts for value in alone[start : start + BATCH_ROWS][name].to_pylist())
 
     def row_id(self, row: int) -> str:
         return f"{self.name}:{row}"
@@ -138,6 +168,9 @@ class MixedSource:
     def batches(self) -> Iterator[list[dict[str, Any]]]:
         return (batch for part in self.parts for batch in part.batches())
 
+    def column(self, name: str) -> Iterator[Any]:
+        return (value for part in self.parts for value in part.column(name))
+
     def row_id(self, row: int) -> str:
         part, within = self.part_of(row)
         return self.parts[part].row_id(within)
@@ -166,7 +199,7 @@ def open_source(source: str | Sequence[Mapping[str, Any]]) -> RowSource:
     elif isinstance(source, datasets.Dataset):
         opened = [ArrowSource(source, "rows", named=False)]
     else:
-        opened = [ListSource(source, "rows")]
+        opened = [ListSource(list(source), "rows")]
     for part in opened:
         if len(part) == 0:
             raise DataError(f"{part.name}: there are no rows; check the path and the split")
@@ -195,11 +228,17 @@ def _open_path(source: str) -> RowSource:
     path = Path(text).expanduser()
     if path.exists() or path.suffix.lower() in FILE_TYPES:
         return _open_local(path, text, split)
+    text, config = split_config(text)
+    if Path(text).expanduser().is_dir():
+        return _open_folder(Path(text).expanduser(), _split_name(f"{Path(text).name}:{config}", split), split, config)
+    if Path(text).suffix and "/" not in text:
+        raise DataError(f"{text} does not exist (looked in {Path.cwd()}); check the path")
     if text.count("/") > 1 or text.startswith((".", "/", "~")):
         raise DataError(f"{text} does not exist (looked in {Path.cwd()}); give a file, a folder or a hub id")
+    name = _split_name(text if config is None else f"{text}:{config}", split)
     if uses_modelscope():
-        return _open_folder(data_folder(text), _split_name(text, split), split)
-    return ArrowSource(_load_hub(text, split), _split_name(text, split))
+        return _open_folder(data_folder(text), name, split, config)
+    return ArrowSource(_load_hub(text, split, config), name)
 
 
 def _open_local(path: Path, text: str, split: str) -> RowSource:
@@ -207,7 +246,7 @@ def _open_local(path: Path, text: str, split: str) -> RowSource:
     if path.is_dir():
         return _open_folder(path, _split_name(path.resolve().name, split), split)
     if not path.is_file():
-        raise DataError(f"{text} does not exist (looked in {Path.cwd()}); check the path")
+        raise DataError(f"{text} {not_a_file(path)} (looked in {Path.cwd()}); check the path")
     if path.suffix.lower() not in FILE_TYPES:
         raise DataError(f"{text}: files of type {path.suffix or 'none'} are not read; use {', '.join(FILE_TYPES)}")
     name = _split_name(path.name, split)
@@ -239,18 +278,32 @@ def _slice(split: str, num_rows: int, name: str) -> tuple[int, int]:
     return bounds.from_ or 0, num_rows if bounds.to is None else bounds.to
 
 
-def _open_folder(path: Path, name: str, split: str) -> RowSource:
+def _open_folder(path: Path, name: str, split: str, config: str | None = None) -> RowSource:
     """A folder that `datasets` saved, or one with data files, whose names tell their splits."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return ArrowSource(_load_saved(path, split), name)
     if not any(files for _, _, files in os.walk(path)):
         raise DataError(f"{path}: the folder is empty; put parquet or jsonl files in it")
     with _one_error(str(path), split):
-        found = datasets.load_dataset_builder(str(path)).config.data_files or {}
+        found = datasets.load_dataset_builder(str(path), config).config.data_files or {}
     files = [Path(file) for file in found.get(split, ())]
     if files and all(file.suffix == ".parquet" and file.is_file() for file in files):
         return _open_parquet(files, name, "train")
-    return ArrowSource(_load(str(path), str(path), split), name)
+    every = [Path(file) for files in found.values() for file in files]
+    return ArrowSource(_load_folder(path, every, split, config), name)
+
+
+def _load_folder(path: Path, files: Sequence[Path], split: str, config: str | None) -> datasets.Dataset:
+    """Rows of whatever files `datasets` finds in a folder. It would take a file of the same size and time for the one
+    that it has read before; a folder of our cache is made anew for every change."""
+    states = [file_state(file) for file in files]
+    size = sum(file.stat().st_size for file in files)
+
+    def fill(folder: Path) -> None:
+        _load(str(path), split, config, folder)
+
+    what = f"the rows of {path.resolve()}{'' if config is None else f':{config}'}@{split}"
+    return _load(str(path), split, config, cached_folder("folders", what, json.dumps(states), fill, size))
 
 
 def _load_saved(path: Path, split: str) -> datasets.Dataset:
@@ -264,9 +317,9 @@ def _load_saved(path: Path, split: str) -> datasets.Dataset:
     return saved[split]
 
 
-def _load_hub(name: str, split: str) -> datasets.Dataset:
+def _load_hub(name: str, split: str, config: str | None) -> datasets.Dataset:
     try:
-        return _load(name, name, split)
+        return _load(name, split, config)
     except DataError as error:
         raise DataError(
             f"{name} is no file or folder in {Path.cwd()}, and as a data set of the Hugging Face hub: {error} "
@@ -274,10 +327,10 @@ def _load_hub(name: str, split: str) -> datasets.Dataset:
         ) from error
 
 
-def _load(shown: str, builder: str, split: str) -> datasets.Dataset:
-    """datasets.load_dataset without progress bars."""
-    with _one_error(shown, split), _no_progress_bars():
-        return datasets.load_dataset(builder, split=split)
+def _load(name: str, split: str, config: str | None, cache: Path | None = None) -> datasets.Dataset:
+    """datasets.load_dataset without progress bars. cache: a folder in the place of its own."""
+    with _one_error(name, split), _no_progress_bars():
+        return datasets.load_dataset(name, config, split=split, cache_dir=None if cache is None else str(cache))
 
 
 @contextmanager
@@ -294,7 +347,8 @@ def _one_error(shown: str, split: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         reason = error.__cause__ or error
-        raise DataError(f"{shown}@{split} cannot be read: {type(reason).__name__}: {_line(reason)}") from error
+        way = f"; write {shown}:CONFIG@{split}" if "Config name is missing" in str(reason) else ""
+        raise DataError(f"{shown}@{split} cannot be read: {type(reason).__name__}: {_line(reason)}{way}") from error
 
 
 @contextmanager

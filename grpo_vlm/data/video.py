@@ -26,6 +26,7 @@ from grpo_vlm.data.media import check_size, decode_image, image_size, to_rgb
 from grpo_vlm.errors import MediaError
 
 FRAME_FACTOR = vision_process.FRAME_FACTOR  # frames come in multiples of this
+MOST_FPS = 1000  # data.video_fps has the same bound
 RULE_KEYS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels")
 OTHER_KEYS = ("nframes", "video_start", "video_end", "sample_fps", "type")
 
@@ -143,9 +144,17 @@ def _asked(entry: Any, rule: VideoRule) -> _Asked:
         if not is_number or value < least or (value == 0 and key != "video_start"):
             wanted = f"of at least {least}" if least else "above 0"
             raise MediaError(f"its {key} is {value!r}; it must be a number {wanted}")
+        if key in ("fps", "sample_fps") and value > MOST_FPS:
+            raise MediaError(f"its {key} is {value!r}; it must be at most {MOST_FPS}")
     if "fps" in own and "nframes" in other:
         raise MediaError("it has both fps and nframes; keep one")
-    return _Asked(list(source) if isinstance(source, (list, tuple)) else source, replace(rule, **own), other)
+    rule = replace(rule, **own)
+    if rule.min_frames > rule.max_frames:
+        raise MediaError(
+            f"its min_frames of {rule.min_frames} are more than its max_frames of {rule.max_frames} (what it does not "
+            "say is data.video_min_frames or data.video_max_frames); change one"
+        )
+    return _Asked(list(source) if isinstance(source, (list, tuple)) else source, rule, other)
 
 
 def _shape(asked: _Asked, folder: str | None, allow_remote: bool) -> ClipShape:

@@ -129,7 +129,8 @@ def test_the_report_of_a_sound_file(tmp_path, capsys):
     dropped, usable = (int(re.search(rf"{name} (\d+)", text)[1]) for name in ("tokens, left out", "usable"))
     assert "in the source 40" in text and "faulty 0" in text and dropped + usable == 40 and dropped > 0
     assert sum(int(n) for n in re.findall(r"\d+-\d+ (\d+) ", text)) == 40  # the histogram has every row
-    assert f"Longest rows left out: {min(dropped, 10)}" in text
+    longest = re.search(rf"Longest of the {dropped} rows left out: {min(dropped, 10)} \S+: (\d+) tokens", text)[1]
+    assert f"data.max_prompt_length={longest} keeps all rows (now 100), a lower data.max_pixels (now 4194304)" in text
     assert "pictures: 40 (" in text and "picture width, pixels" in text
     assert text.count("As it will be sent: geo3k_40.parquet:") == 3 and "<|image_pad|>" in text
     assert "Answer in \\boxed{}" in text and "right answer" in text and "pixels, RGB" in text
@@ -142,6 +143,28 @@ def test_faults_are_all_listed_and_the_exit_code_is_2(tmp_path, capsys):
     assert code == 2 and "faulty 20" in text and "Faults: 20" in text
     assert all(f"a.jsonl:{n}: 1 <image> marks" in text for n in range(1, 40, 2))
     assert "No worker.actor.model.model_path is set" in text and "right answer [b]x[/b]" in text
+
+
+@pytest.mark.parametrize("keys", [(), ("data.allow_empty_answer=true",)])
+def test_rows_without_a_right_answer_are_faults_or_counted_and_named(keys, tmp_path, capsys, processor, data_config):
+    """One among others is a fault, and is counted where it is allowed; a set without any is told."""
+    table = [{"messages": user(f"{n}?"), "answer": "" if n in (2, 3, 5, 6) else "a"} for n in range(8)]
+    code, text = report(written(table, tmp_path / "a.jsonl"), *keys, capsys=capsys)
+    note = "4 of 8 rows have no right answer (a.jsonl:2, a.jsonl:3, a.jsonl:5, ...): the reward gets an empty ground_t"
+    if keys:
+        assert code == 0 and note in text and "of them without a right answer 4" in text
+    else:
+        assert code == 2 and "Faults: 4" in text and "a.jsonl:6: column 'answer' is empty; fill" in text
+    path = written([{"messages": user("a?")}, {"messages": user("b?")}], tmp_path / "b.jsonl")
+    code, text = report(path, *keys, capsys=capsys)
+    assert code == 0 and "2 of 2 rows have no right answer (b.jsonl:0, b.jsonl:1): the reward" in text
+    assert "no answers (ground_truth is empty; data.answer_key names their column)" in text
+    rows = PromptDataset(str(path), data_config(prompt_key="messages"), processor)
+    (note,) = rows.validate().notes
+    assert note == rows.validate().notes[0] and note.startswith("2 of 2 rows have no right answer")  # from the cache
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [*user("a?"), {"role": "assistant", "content": "b"}]}))
+    code, text = report(tmp_path / "c.jsonl", *keys, capsys=capsys)
+    assert code == 0 and "answer in the last message of 'messages'" in text and "no right answer" not in text
 
 
 def test_both_files_of_a_configuration_are_checked(tmp_path, capsys, monkeypatch):

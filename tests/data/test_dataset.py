@@ -13,8 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
+from grpo_vlm import Run
 from grpo_vlm.data import PromptDataset
 from grpo_vlm.errors import DataError
+from tests.training.rigs import settings
 
 GEO3K = Path(__file__).parent / "geo3k_40.parquet"
 
@@ -109,6 +111,15 @@ def test_large_nested_row_groups_can_be_read(processor, data_config, tmp_path):
         ("a.jsonl", '{"problem": "a", "answer": "b"}\n{"problem": "a",}\n', r"a\.jsonl, line 2: not valid JSON"),
         ("a.json", '[{"problem": "a"},]', r"a\.json, line 1: not valid JSON"),
         ("a.jsonl", '["x"]\n', r"a\.jsonl:0: a row must be a dict"),
+        ("a.jsonl", '{"problem": "a"}\n"x"\n', r"a\.jsonl, line 2: a row must be a dict of columns, got str"),
+        (
+            "a.jsonl",
+            '{"problem"\n\n{"problem": "a", "answer": "b"}\n[1]\n{"a": "\\ud8\n',
+            r"(?s)^\S+a\.jsonl: 3 lines cannot be read:\n  line 1: not valid JSON: .*\n  line 4: a row must be .*"
+            r"\n  line 5: not valid JSON: [^\n]*; write one row a line or a list of rows$",
+        ),
+        ("a.jsonl", "{\n" * 50, r"(?s)jsonl: 50 lines .*\n  line 20: .*list of rows\n  \.\.\. and 30 more$"),
+        ("a.json", "[{}, 1, 2]", r"(?s)^a\.json: 2 rows cannot be read:\n  a\.json:1: a row must.*\n  a\.json:2: "),
         ("a.jsonl", "", "there are no rows"),
         ("a.parquet", "this is not parquet", r"a\.parquet@train cannot be read"),
         ("a.jsonl", '{"prompt": "a", "label": "b"}', r"missing column 'problem' \(data\.prompt_key\)"),
@@ -171,6 +182,26 @@ def test_all_faults_are_reported_at_once(processor, data_config):
         prompts = PromptDataset(table, data_config(), processor)
         prompts.validate()
     assert str(fault.value).count("\n") == 11
+
+
+def test_more_faults_than_are_listed_name_the_command_that_lists_them(processor, data_config, tmp_path):
+    path = tmp_path / "my rows.jsonl"
+    path.write_text('{"problem": "<image>?", "answer": "a"}\n' * 11)
+    with pytest.raises(DataError, match=r"and 1 more; `grpo-vlm data check '\S+/my rows\.jsonl'` lists them all"):
+        PromptDataset(str(path), data_config(), processor).validate()
+
+
+@pytest.mark.parametrize("give", [list, iter, tuple, datasets.Dataset.from_list])
+def test_a_run_takes_rows_of_any_kind_and_decodes_no_picture_of_a_set(processor, data_config, tmp_path_factory, give):
+    given = give(rows(3))
+    if isinstance(given, datasets.Dataset):
+        given = given.cast_column("images", datasets.List(datasets.Image()))
+    config = settings(tmp_path_factory.getbasetemp(), tmp_path_factory.mktemp("run"))
+    run = Run(config, train_rows=given, val_rows=give(rows(2)), reward=len)
+    for _ in range(2):
+        made = PromptDataset(run.train_rows, data_config(), processor)
+        assert set(made.source.rows(0, 1)[0]["images"][0]) == {"bytes", "path"}
+        assert len(made.validate().kept) == 3 and len(list(run.val_rows)) == 2
 
 
 def test_overlong_rows_are_dropped_or_refused_never_cut(processor, data_config):

@@ -134,7 +134,7 @@ def test_a_picture_that_changed_or_went_is_seen(cache, files, processor, data_co
     "damage",
     [
         lambda path: path.write_bytes(path.read_bytes()[:-40]),
-        lambda path: path.write_bytes(path.read_bytes().replace(b"[[", b"[[9, ", 1)),
+        lambda path: path.write_bytes(path.read_bytes().replace(b'"tokens": [', b'"tokens": [9, ', 1)),
         lambda path: path.write_bytes(b""),
         lambda path: path.write_bytes(b"\xff\xfe\x00"),
     ],

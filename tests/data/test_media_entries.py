@@ -112,7 +112,7 @@ def test_a_cell_may_be_one_entry_a_list_or_json_text(processor, data_config, cel
     assert len(prompt.images) == 1
 
 
-@pytest.mark.parametrize("cell", [None, "", "[]", []])
+@pytest.mark.parametrize("cell", [None, "", "[]", [], [None], float("nan")])
 def test_an_empty_cell_is_a_row_of_text(processor, data_config, cell):
     prompt = PromptBuilder(data_config(), processor).build({"problem": "?", "images": cell, "answer": "a"}, "r:0")
     assert prompt.images == [] and prompt.image_grid_thw is None

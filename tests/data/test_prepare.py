@@ -184,6 +184,11 @@ def test_more_rows_than_there_are_is_an_error(capsys):
     assert "lower --train-per-answer" in capsys.readouterr().err
 
 
+def test_a_second_target_that_cannot_be_reached_is_found_before_anything_is_written(geo3k, tmp_path, capsys):
+    assert run("geo3k", "--local_dataset_path", geo3k, "--out", tmp_path / "out", "--hdfs_dir", "s3://bucket/x") == 2
+    assert "Run `pip install s3fs`" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("rows", [10, 37, 600])
 def test_the_split_is_that_of_the_library(rows):
     parts = ninety_ten(rows)

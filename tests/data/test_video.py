@@ -96,6 +96,13 @@ def test_a_rows_own_settings_come_first(own, indices):
         ({"video": EXAMPLE, "fps": float("nan")}, "its fps is nan; it must be a number above 0"),
         ({"video": EXAMPLE, "nframes": "4"}, "its nframes is '4'; it must be a number above 0"),
         ({"video": EXAMPLE, "video_start": "1"}, "its video_start is '1'; it must be a number above 0"),
+        ({"video": EXAMPLE, "fps": 1e300}, "its fps is 1e.300; it must be at most 1000"),
+        ({"video": [RED, RED], "sample_fps": 1001}, "its sample_fps is 1001; it must be at most 1000"),
+        (
+            {"video": EXAMPLE, "min_frames": 9, "max_frames": 8},
+            "its min_frames of 9 are more than its max_frames of 8",
+        ),
+        ({"video": EXAMPLE, "min_frames": 1000}, "its min_frames of 1000 are more .* data.video_max_frames.; change"),
         ({"video": [RED, RED], "sample_fps": 0}, "its sample_fps is 0; it must be a number above 0"),
         ({"video": EXAMPLE, "max_frames": 1}, "its max_frames is 1; it must be a number of at least 2"),
         ({"video": EXAMPLE, "fps": 1, "nframes": 4}, "both fps and nframes; keep one"),
