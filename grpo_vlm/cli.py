@@ -17,6 +17,8 @@ USAGE = """usage: grpo-vlm train [--config FILE] [key=value ...]
        grpo-vlm prepare geo3k|openr1mm|tinyllava_video|easyvqa|clevr --out DIR
        grpo-vlm data check FILE [--config FILE] [key=value ...]
        grpo-vlm reward FILE:FUNCTION --data FILE [--completions FILE]
+       grpo-vlm report RUN [RUN2 ...] [--out FILE]
+       grpo-vlm export RUN --to DIR [--step N] [--merge] [--push ID]
        grpo-vlm translate FILE | key=value ...    (a configuration of EasyR1 or verl, as YAML)
 
 One process: `grpo-vlm train`. Several: accelerate launch --config_file accelerate_configs/NAME.yaml train.py with the
@@ -74,12 +76,28 @@ def reward(arguments: Sequence[str]) -> None:
     try_out(arguments)
 
 
+def report(arguments: Sequence[str]) -> None:
+    """Writes one page with the curves, samples and settings of runs."""
+    from grpo_vlm.report.page import main as write
+
+    write(arguments)
+
+
+def export(arguments: Sequence[str]) -> None:
+    """Writes a checkpoint's model with a model card as a folder of its own, and perhaps to the hub."""
+    from grpo_vlm.training.export import main as write
+
+    write(arguments)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "prepare": prepare,
     "data": data,
     "translate": translate,
     "reward": reward,
+    "report": report,
+    "export": export,
 }
 
 

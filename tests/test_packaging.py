@@ -74,7 +74,8 @@ def wheel_names(tmp_path_factory) -> set[str]:
 
 def test_wheel_holds_every_module_and_the_demo_model(wheel_names):
     package = [path.relative_to(ROOT).as_posix() for path in own_files() if path.is_relative_to(ROOT / "grpo_vlm")]
-    needed = {name for name in package if name.endswith(".py") or name.startswith("grpo_vlm/demo/model/")}
+    data = ("grpo_vlm/demo/model/", "grpo_vlm/report/assets/")
+    needed = {name for name in package if name.endswith(".py") or name.startswith(data)}
     assert "grpo_vlm/errors.py" in needed
     assert not needed - wheel_names
 

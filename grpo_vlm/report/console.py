@@ -1,7 +1,7 @@
 """What a run prints: its summary, one line per step, and the scores and samples at the end.
 
-On a terminal a live line also shows the phase within the step. Where the output is a file or a pipe the same lines
-come plain, without a single escape sequence.
+On a terminal a live line also shows the phase within the step, and a step's line has the reward's trend and a bar of
+its phases. Where the output is a file or a pipe the lines come plain, without a single escape sequence.
 """
 
 import re
@@ -18,9 +18,29 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from grpo_vlm.report.files import REPORT_NAME
 from grpo_vlm.report.record import Sample, StepRecord
 
 SHORT_PHASES = {"update_actor": "update", "validation": "val", "save_checkpoint": "save"}
+PHASE_COLORS = {
+    "gen": "blue",
+    "reward": "magenta",
+    "old": "yellow",
+    "ref": "cyan",
+    "update": "green",
+    "sync": "red",
+    "val": "bright_blue",
+    "save": "bright_magenta",
+}
+OTHER_COLOR = "bright_black"
+BAR_CELLS = 24
+TREND = "▁▂▃▄▅▆▇█"
+TREND_STEPS = 12
+SPEEDS = (  # metric, how it is said
+    ("perf/throughput", "{:,.0f} tokens/s/GPU"),
+    ("perf/rollouts_per_s_per_gpu", "{:.3g} rollouts/s/GPU"),
+    ("perf/mfu_actor", "MFU {:.0%}"),
+)
 PLAIN_WIDTH = 119
 WINDOW_STEPS = 10
 MAX_SAMPLES = 5
@@ -47,7 +67,7 @@ class Console:
         self._enabled = enabled
         self._live: Live | None = None
         self._step_seconds: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self._last_reward: float | None = None
+        self._rewards: deque[float] = deque(maxlen=TREND_STEPS)
 
     def start(self, summary: Mapping[str, object], title: str = "grpo_vlm") -> None:
         """Prints what will run: one aligned line per entry of `summary`."""
@@ -78,8 +98,7 @@ class Console:
 
         def show(done: int | None = None, total: int | None = None) -> None:
             if self._live is not None:
-                count = "" if done is None else f"  {done}/{total}"
-                self._live.update(Text(f"{name}{count} ...", style="dim"), refresh=True)
+                self._live.update(self._live_text(name, done, total), refresh=True)
 
         around = None if self._live is None else self._live.renderable
         outermost = around is None
@@ -98,20 +117,25 @@ class Console:
     def step(self, record: StepRecord, total_steps: int) -> None:
         """Prints the line of one step.
 
-        The reward's change is against the step before; the time left comes from the mean of the last ten steps.
+        The reward's change is against the step before; the time left comes from the mean of the last ten steps. On a
+        CPU "GPU" means a training process.
         """
         width = len(str(total_steps))
         parts = [Text(f"step {record.step:>{width}}/{total_steps}", style="bold")]
         reward = record.metrics.get("reward/overall")
         if reward is not None:
-            change = "" if self._last_reward is None else f" ({reward - self._last_reward:+.3f})"
-            parts.append(Text(f"reward {reward:.3f}{change}"))
-            self._last_reward = reward
+            change = f" ({reward - self._rewards[-1]:+.3f})" if self._rewards else ""
+            self._rewards.append(reward)
+            trend = f" {draw_trend(self._rewards)}" if self._draws and len(self._rewards) > 1 else ""
+            parts.append(Text.assemble(f"reward {reward:.3f}{change}", (trend, "green")))
         if "val/reward_score" in record.metrics:
             parts.append(Text(f"val {record.metrics['val/reward_score']:.3f}", style="green"))
         phases = [(SHORT_PHASES.get(name, name), value) for name, value in record.seconds.items() if name != "step"]
         if phases:
-            parts.append(Text(" ".join(f"{name} {value:.1f}s" for name, value in phases), style="dim"))
+            parts.append(self._phase_text(phases))
+        speeds = [text.format(record.metrics[name]) for name, text in SPEEDS if record.metrics.get(name) is not None]
+        if speeds:
+            parts.append(Text(" ".join(speeds), style="dim"))
         if record.step > 0:
             self._step_seconds.append(record.seconds.get("step", sum(value for _, value in phases)))
             left_s = (total_steps - record.step) * sum(self._step_seconds) / len(self._step_seconds)
@@ -125,7 +149,8 @@ class Console:
         samples: Sequence[Sample],
         path: str | Path,
     ) -> None:
-        """Prints the held-out scores before and after training, five sample answers and where the run's files are.
+        """Prints the held-out scores before and after training, five sample answers and where the report and
+        the run's files are.
 
         Scores that were not measured on one side are shown as "-".
         """
@@ -134,6 +159,7 @@ class Console:
             self._print(self._score_table(names, before, after))
         if samples:
             self._print(self._sample_table(samples[:MAX_SAMPLES]))
+        self._print(Text.assemble("report: ", (str(Path(path, REPORT_NAME)), "bold")))
         self._print(Text.assemble("run folder: ", (str(path), "bold")))
 
     def close(self) -> None:
@@ -141,6 +167,34 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    @property
+    def _draws(self) -> bool:
+        """Whether trend and bars can be shown."""
+        return self.is_terminal and self._rich.encoding.startswith("utf")
+
+    def _live_text(self, name: str, done: int | None, total: int | None) -> Text:
+        """The phase in progress, and how far it is where that is known."""
+        if done is None or not total:
+            return Text(f"{name} ...", style="dim")
+        text = Text(f"{name}  {done}/{total} ...", style="dim")
+        if self._draws:
+            cells = BAR_CELLS * min(done, total) // total
+            text.append(f" {'━' * cells}", style=PHASE_COLORS.get(name, "blue")).append("─" * (BAR_CELLS - cells))
+        return text
+
+    def _phase_text(self, phases: Sequence[tuple[str, float]]) -> Text:
+        """Each phase with its seconds; on a terminal a bar in front, in which each has its color and its share."""
+        if not self._draws:
+            return Text(" ".join(f"{name} {value:.1f}s" for name, value in phases), style="dim")
+        text, total, done = Text(), sum(value for _, value in phases) or 1.0, 0.0
+        for name, value in phases:
+            cells = round(BAR_CELLS * (done + value) / total) - round(BAR_CELLS * done / total)
+            text.append("━" * cells, style=PHASE_COLORS.get(name, OTHER_COLOR))
+            done += value
+        for name, value in phases:
+            text.append(f" {name}", style=PHASE_COLORS.get(name, OTHER_COLOR)).append(f" {value:.1f}s", style="dim")
+        return text
 
     def _print(self, content: Text | Table) -> None:
         # a line is never wrapped: a step stays one line in a log
@@ -182,6 +236,14 @@ class Console:
         printable = "".join(char if char.isprintable() else "?" for char in line)
         encoding = self._rich.encoding
         return printable.encode(encoding, errors="replace").decode(encoding)
+
+
+def draw_trend(values: Sequence[float]) -> str:
+    """One block for each value, as high as it is between the lowest and the highest of them."""
+    low, high = min(values), max(values)
+    if high == low:
+        return TREND[len(TREND) // 2] * len(values)
+    return "".join(TREND[round((value - low) / (high - low) * (len(TREND) - 1))] for value in values)
 
 
 def format_seconds(seconds: float) -> str:

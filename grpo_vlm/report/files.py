@@ -7,9 +7,15 @@ aside.
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
+
+# in a run folder, of what is shown of a run
+GROUPS_NAME, PICTURES_NAME, REPORT_NAME, SERVICES_NAME = "groups.jsonl", "pictures", "report.html", "services.json"
+SHOWN_NAMES = (GROUPS_NAME, PICTURES_NAME, REPORT_NAME, SERVICES_NAME, "wandb", "swanlog")
 
 # half a surrogate pair cannot be UTF-8; written as \udXXX it stays the JSON escape of itself
 TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
@@ -30,6 +36,19 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
         with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
             for line in file:
                 yield line.rstrip("\n"), _parse_line(line)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A run's config.yaml under dotted keys; an empty mapping stays a value."""
+    return flatten(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and their values."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else {prefix + name: value}
+    return flat
 
 
 def supersede_lines(path: Path, resume_step: int) -> int:

@@ -1,8 +1,7 @@
 """The numbers and samples of one rollout step.
 
-Everything that is shown anywhere (console line, metrics.jsonl, samples.jsonl, TensorBoard) comes from a StepRecord, so
-the outputs of a run cannot disagree with each other. Plain data, readable without this package: one flat JSON object
-per line.
+Everything that is shown anywhere (console line, files, report, trackers) comes from a StepRecord, so the outputs of a
+run cannot disagree with each other. Plain data, readable without this package: one JSON object per line.
 """
 
 import dataclasses
@@ -10,7 +9,10 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_vlm.report.groups import ShownGroup
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,13 @@ class Sample:
 
     def to_json(self) -> str:
         """One line of strict JSON without its newline; non-finite numbers become null."""
-        return _dump(dataclasses.asdict(self))
+        return to_line(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One rollout step: its `metrics` under EasyR1's names, some of its `samples`, and its `seconds` by phase.
+    """One rollout step: its `metrics` under EasyR1's names, its `samples`, a few of its `groups` in full, and its
+    `seconds` by phase.
 
     `step` counts from 1; 0 is the validation before training. The phases are EasyR1's (gen, reward, old, ref, adv,
     update_actor, validation, save_checkpoint) and ours (sync); "step" is the whole step with all of them.
@@ -50,6 +53,7 @@ class StepRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    groups: "list[ShownGroup]" = field(default_factory=list)
 
     def scalars(self) -> dict[str, float]:
         """Every number of the step under its full name: the phases as timing_s/PHASE, then `metrics`."""
@@ -57,7 +61,7 @@ class StepRecord:
 
     def to_json(self) -> str:
         """One line of strict JSON without its newline: {"step": 3, "timing_s/gen": 2.1, "reward/overall": 0.4}."""
-        return _dump({"step": self.step, **self.scalars()})
+        return to_line({"step": self.step, **self.scalars()})
 
 
 def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
@@ -66,7 +70,8 @@ def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
     return by_row[:: max(1, len(by_row) // count)][:count] if count > 0 else []
 
 
-def _dump(row: dict[str, Any]) -> str:
+def to_line(row: dict[str, Any]) -> str:
+    """One line of strict JSON without its newline; non-finite numbers become null."""
     return json.dumps(_strict(row), ensure_ascii=False, allow_nan=False)
 
 
@@ -74,6 +79,8 @@ def _strict(value: Any) -> Any:
     """JSON has no NaN: a non-finite float becomes None, so that one diverged number leaves the line readable."""
     if isinstance(value, dict):
         return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value

@@ -1,17 +1,22 @@
 """Where the numbers of a run go: each tracker gets the same StepRecord.
 
-trainer.logger names them: console (a line per step), file (metrics.jsonl and samples.jsonl) and tensorboard.
+trainer.logger names them: console (a line per step), file (the files of the run folder), tensorboard (board.py), and
+wandb, swanlab, mlflow, trackio (services.py). The report is always written.
 """
 
+import threading
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from grpo_vlm.config.trackers import TRACKERS
 from grpo_vlm.errors import ConfigError
+from grpo_vlm.report.board import TensorBoardTracker
 from grpo_vlm.report.console import Console
-from grpo_vlm.report.record import StepRecord, spread
-from grpo_vlm.report.run_folder import RunFolder
-
-TRACKER_NAMES = ("console", "file", "tensorboard")
+from grpo_vlm.report.page import write_report
+from grpo_vlm.report.record import StepRecord
+from grpo_vlm.report.run_folder import BEFORE_START, RunFolder
+from grpo_vlm.report.services import SERVICES, ServiceTracker
 
 
 class Tracker(Protocol):
@@ -49,33 +54,40 @@ class FileTracker:
         """Nothing is open between two records; the run folder is closed by who opened it."""
 
 
-class TensorBoardTracker:
-    """Writes the scalars, under the same names, to tensorboard/ of the run folder.
+class ReportTracker:
+    """Rewrites report.html of the run folder in a thread of its own, so that no step waits for it, and once more at
+    the end.
 
-    On resume the events of the steps after `resume_step` stay in their files and are hidden by TensorBoard.
+    Between two writings lie `pause_s` seconds and at least 100 times as long as the last one took: it costs 1 % of a
+    core at most. A failure there (a full disk) is printed by the thread and does not end the run.
     """
 
-    def __init__(self, run_folder: RunFolder, resume_step: int | None, val_samples: int) -> None:
-        # imported here: it takes a second, which a run without this tracker need not wait
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge_step = None if resume_step is None else resume_step + 1
-        self._run_folder, self._val_samples = run_folder, val_samples
-        self._writer = SummaryWriter(log_dir=str(run_folder.tensorboard_path), purge_step=purge_step)
+    def __init__(self, run_folder: RunFolder, pause_s: float = 20.0) -> None:
+        self._folder, self._pause_s = run_folder.path, pause_s
+        self._thread: threading.Thread | None = None
+        self._due = 0.0
+        self._behind = False
 
     def log(self, record: StepRecord) -> None:
-        for name, value in record.scalars().items():
-            self._writer.add_scalar(name, value, global_step=record.step)
-        held_out = [sample for sample in record.samples if sample.split == "val"]
-        for sample in spread(held_out, self._val_samples):
-            parts = (sample.prompt, sample.response, f"answer {sample.ground_truth}, scores {sample.scores}")
-            text = "\n\n---\n\n".join(parts)
-            self._writer.add_text(f"val/generations/{sample.row_id}", text, global_step=record.step)
-        self._writer.flush()
-        self._run_folder.keep()
+        self._behind = True
+        writing = self._thread is not None and self._thread.is_alive()
+        if not writing and time.monotonic() >= self._due:
+            self._behind = False
+            self._thread = threading.Thread(target=self._write, name="report", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._thread is not None:
+            self._thread.join()
+        if self._behind:
+            self._behind = False
+            self._write()
+
+    def _write(self) -> None:
+        began = time.monotonic()
+        write_report([self._folder])
+        now = time.monotonic()
+        self._due = now + max(self._pause_s, 100 * (now - began))
 
 
 def make_trackers(
@@ -89,20 +101,24 @@ def make_trackers(
 ) -> list[Tracker]:
     """The trackers of `names`, each once; none in a process whose run folder is not written.
 
-    The files are always written: resuming and the end of the run read them. `val_samples` answers to held-out rows are
-    shown per validation where a tracker can.
+    The files are always written, for resuming and the end of the run read them, and so is the report. `val_samples`
+    answers to held-out rows are shown per validation where a tracker can.
 
-    Raises ConfigError naming every name that is not in TRACKER_NAMES.
+    Raises ConfigError naming every name that is not one of TRACKERS, and where a service does not start a run.
     """
-    unknown = [name for name in names if name not in TRACKER_NAMES]
+    unknown = [name for name in names if name not in TRACKERS]
     if unknown:
-        raise ConfigError(f"trainer.logger: no tracker {', '.join(unknown)}. Choose from {', '.join(TRACKER_NAMES)}.")
+        raise ConfigError(f"trainer.logger: no tracker {', '.join(unknown)}. Choose from {', '.join(TRACKERS)}.")
     if not run_folder.write:
         return []
     # files first: what the console shows is then on disk already
-    trackers: list[Tracker] = [FileTracker(run_folder)]
+    trackers: list[Tracker] = [FileTracker(run_folder), ReportTracker(run_folder)]
     if "tensorboard" in names:
         trackers.append(TensorBoardTracker(run_folder, resume_step, val_samples))
+    resumed = resume_step is not None and resume_step != BEFORE_START
+    trackers += [
+        ServiceTracker(name, run_folder, resumed=resumed) for name in dict.fromkeys(names) if name in SERVICES
+    ]
     if "console" in names:
         trackers.append(ConsoleTracker(console, total_steps))
     return trackers

@@ -1,9 +1,10 @@
 """What the console prints: the same plain lines in a file or a pipe, a live line only on a terminal."""
 
 import io
+import re
 
 from grpo_vlm.report import Sample, StepRecord
-from grpo_vlm.report.console import Console, format_seconds
+from grpo_vlm.report.console import Console, draw_trend, format_seconds
 
 
 class Terminal(io.StringIO):
@@ -30,6 +31,22 @@ def test_one_line_per_step():
         # 38 steps of (4 + 6) / 2 seconds
         "step 12/50  reward 0.412 (+0.021)  val 0.300  gen 2.1s reward 0.0s update 3.0s sync 0.1s  left 3m10s",
     ]
+
+
+def test_a_step_tells_its_speed_and_on_a_terminal_shows_trend_and_phases():
+    speed = {"perf/throughput": 5216.4, "perf/rollouts_per_s_per_gpu": 12.34, "perf/mfu_actor": 0.343}
+    for stream in (io.StringIO(), Terminal()):
+        console = Console(stream)
+        for step, reward in enumerate((0.1, 0.5, 0.4), 1):
+            console.step(make_record(step, reward, 5.3, **speed), 3)
+        last = re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue().splitlines()[-1])
+        phases = "gen 2.1s reward 0.0s update 3.0s sync 0.1s"
+        drawn = ("", "") if not stream.isatty() else (" ▁█▆", "━" * 24 + " ")
+        assert last == (
+            f"step 3/3  reward 0.400 (-0.100){drawn[0]}  {drawn[1]}{phases}"
+            "  5,216 tokens/s/GPU 12.3 rollouts/s/GPU MFU 34%  left 0s"
+        )
+    assert "\x1b[34m" + "━" * 10 in stream.getvalue()  # generation: 2.1 of 5.2 seconds, blue
 
 
 def test_time_left_forgets_old_steps():
@@ -61,7 +78,7 @@ def test_no_escape_sequences_without_a_terminal(monkeypatch):
     lines = text.splitlines()
     assert lines[1] == "  model  a [bold]model[/bold] " + "x" * 200  # neither read as markup nor wrapped
     assert "warning: careful" in lines
-    assert lines[-1] == "run folder: checkpoints/a/b"
+    assert lines[-2:] == ["report: checkpoints/a/b/report.html", "run folder: checkpoints/a/b"]
     assert [line.split() for line in lines if line.split()[:1] in (["sampled"], ["shuffled"])] == [
         ["sampled", "0.284", "0.724", "+0.440"],
         ["shuffled", "-", "0.200", "-"],
@@ -85,7 +102,7 @@ def test_a_terminal_shows_the_phase_and_takes_it_away():
     with console.phase("generate") as show:
         show(3, 8)
     text = stream.getvalue()
-    assert "generate  3/8 ..." in text
+    assert "generate  3/8 ..." in text and "━" * 9 in text and "─" * 15 in text
     assert text.endswith("\x1b[2K")  # the live line is erased
 
 
@@ -98,6 +115,10 @@ def test_a_disabled_console_is_silent():
     console.step(make_record(1, 0.5, 2.0), 2)
     console.finish({}, {}, [], "run")
     assert stream.getvalue() == ""
+
+
+def test_a_trend_has_a_block_for_each_value():
+    assert (draw_trend([0, 1, 0.5]), draw_trend([2, 2])) == ("▁█▅", "▅▅")
 
 
 def test_seconds_as_people_say_them():

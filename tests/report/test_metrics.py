@@ -13,8 +13,11 @@ def test_reward_means_by_key():
     assert metrics.reward_metrics([]) == {}
 
 
-def test_critic_weighs_advantages_by_tokens():
-    result = metrics.critic_metrics([1, 0], [0.9, 0.1], [1.0, -1.0], [2.0, 0.0], [30, 10])
+def test_critic_takes_advantages_and_returns_over_all_tokens():
+    spread = metrics.Spread
+    advantages = [spread.of([2.0, 0.5, 0.5]), spread(-1.5, -1.0, 0.0), None]  # the last has no token
+    returns = [spread(1.0, 2.0, 3.0), spread(-4.0, 0.0, 1.0), None]
+    result = metrics.critic_metrics([1, 0, 0.5], [0.9, 0.1, 0.5], advantages, returns, [30, 10, 0])
     assert result == pytest.approx(
         {
             "critic/score/mean": 0.5,
@@ -24,11 +27,11 @@ def test_critic_weighs_advantages_by_tokens():
             "critic/rewards/max": 0.9,
             "critic/rewards/min": 0.1,
             "critic/advantages/mean": 0.5,  # (30 - 10) / 40
-            "critic/advantages/max": 1.0,
-            "critic/advantages/min": -1.0,
+            "critic/advantages/max": 2.0,
+            "critic/advantages/min": -1.5,
             "critic/returns/mean": 1.5,  # 60 / 40
-            "critic/returns/max": 2.0,
-            "critic/returns/min": 0.0,
+            "critic/returns/max": 3.0,
+            "critic/returns/min": -4.0,
         }
     )
     assert metrics.critic_metrics([], [], [], [], []) == {}
