@@ -20,7 +20,7 @@ WHITENING_EPSILON = 1e-8  # the same for the variance of a whole batch
 
 REFUSED = {
     "gae": "it needs a value model (critic), which this trainer does not have; every other estimator takes its "
-    "baseline from the group or the batch: grpo, rloo and reinforce_plus_plus_baseline are the nearest"
+    "baseline from the group or the batch: reinforce_plus_plus_baseline, grpo and rloo are the nearest"
 }
 
 
@@ -204,6 +204,7 @@ ESTIMATORS: dict[str, Callable[..., Tensor]] = {
     "gpg": gpg,
     "gdpo": gdpo,
 }
+OWN_RETURNS = frozenset({"reinforce_plus_plus", "remax"})
 
 
 def estimate(
@@ -235,13 +236,27 @@ def estimate(
     if name in REFUSED:
         raise NotImplementedError(f"advantage estimator {name}: {REFUSED[name]}")
     live = torch.ones_like(response_mask[:, 0]) if scored is None else scored
-    live = live.to(response_mask.device, torch.float64)
-    mask = response_mask.double() * live[:, None]
-    rewards = Rewards(
-        per_token=torch.where(mask > 0, token_level_rewards.double(), 0.0),
-        mask=mask,
-        scored=live,
-        groups=group_index(group_ids).to(mask.device),
-        ranks=ranks,
-    )
+    rewards = _rewards(token_level_rewards, response_mask, live, group_index(group_ids), ranks)
     return ESTIMATORS[name](rewards, **options).to(token_level_rewards)
+
+
+def returns(
+    name: str, token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0, scored: Tensor | None = None
+) -> Tensor | None:
+    """What EasyR1 and verl log as critic/returns [B, T] beside the advantages of an estimator: for reinforce_plus_plus
+    and remax the sum of the rewards from a token on (discounted by gamma for the former); None for all others, whose
+    returns are their advantages. Arguments as of `estimate`."""
+    if name not in OWN_RETURNS:
+        return None
+    live = torch.ones_like(response_mask[:, 0]) if scored is None else scored
+    rewards = _rewards(token_level_rewards, response_mask, live, torch.arange(len(live)), ALONE)
+    return (rewards.returns(gamma if name == "reinforce_plus_plus" else 1.0) * rewards.mask).to(token_level_rewards)
+
+
+def _rewards(
+    token_level_rewards: Tensor, response_mask: Tensor, scored: Tensor, groups: Tensor, ranks: Ranks
+) -> Rewards:
+    live = scored.to(response_mask.device, torch.float64)
+    mask = response_mask.double() * live[:, None]
+    per_token = torch.where(mask > 0, token_level_rewards.double(), 0.0)
+    return Rewards(per_token, mask, live, groups.to(mask.device), ranks)

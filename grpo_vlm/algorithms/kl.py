@@ -75,14 +75,6 @@ def full(log_softmax: Tensor, ref_log_softmax: Tensor) -> Tensor:
     return torch.where(probabilities > 0, terms, 0.0).sum(-1)
 
 
-def full_slope(log_softmax: Tensor, ref_log_softmax: Tensor) -> Tensor:
-    """Gradient of `full` in the policy's logits [s, V], p_v (log p_v - log p_ref_v - KL), for a head that writes its
-    own backward pass."""
-    probabilities = log_softmax.exp()
-    excess = log_softmax - ref_log_softmax - full(log_softmax, ref_log_softmax)[:, None]
-    return torch.where(probabilities > 0, probabilities * excess, 0.0)
-
-
 def full_in_chunks(
     logits: Callable[[slice], Tensor], ref_logits: Callable[[slice], Tensor], tokens: int, chunk_tokens: int
 ) -> Tensor:

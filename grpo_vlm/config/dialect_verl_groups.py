@@ -80,9 +80,17 @@ def passes(read: Reading) -> None:
     read.leave(tokens, f"without {dynamic} a pass has a number of samples")
 
 
+UNCLIPPED = ("sapo", "gpg", "kl_cov")  # losses without a clip
+DUAL = ("vanilla", "dppo_tv", "dppo_kl")  # those that read clip_ratio_c
+
+
 def clipping(read: Reading) -> None:
     """clip_ratio is both sides, where they are not named themselves."""
-    both = A + "clip_ratio"
+    both, mode = A + "clip_ratio", read.get(A + "policy_loss.loss_mode")
+    if mode in UNCLIPPED:
+        for name in ("", "_low", "_high"):
+            read.leave(both + name, f"loss_mode {mode} does not clip")
+        return
     for side in ("low", "high"):
         own = A + f"clip_ratio_{side}"
         source = own if read.names(own) or not read.names(both) else both
@@ -101,7 +109,7 @@ LOSSES = {
     "dppo_tv": "dppo_tv",
     "dppo_kl": "dppo_kl",
 }
-BY_SEQUENCE = ("gspo", "sapo", "geo_mean")  # verl averages these by sequence, whatever loss_agg_mode says
+BY_SEQUENCE = ("gspo", "sapo", "geo_mean")  # verl averages these by sequence; loss_agg_mode is for KL and entropy
 AVERAGES = {
     "token-mean": "token",
     "seq-mean-token-mean": "seq-mean-token-mean",
@@ -120,8 +128,15 @@ def losses(read: Reading) -> None:
         read.put("worker.actor.loss_type", LOSSES[mode], mode_key)
     if mode in BY_SEQUENCE:
         read.put("worker.actor.loss_avg_mode", "seq-mean-token-mean", mode_key)
-        if average != "seq-mean-token-mean":
-            read.leave(average_key, f"verl averages {mode} by sequence; here KL and entropy terms go with it")
+        terms = read.get(A + "use_kl_loss") or read.get(A + "entropy_coeff")
+        if average not in AVERAGES:
+            read.refuse(average_key, f"{average!r} is not here; available: {', '.join(AVERAGES)}")
+        elif average != "seq-mean-token-mean" and terms:
+            read.put("worker.actor.penalty_avg_mode", AVERAGES[average], average_key)
+        elif average != "seq-mean-token-mean":
+            read.leave(average_key, f"verl averages {mode} by sequence, and there are no KL and entropy terms")
+        else:
+            read.put("worker.actor.loss_avg_mode", AVERAGES[average], average_key)
     elif average not in AVERAGES:
         read.refuse(average_key, f"{average!r} is not here; available: {', '.join(AVERAGES)}")
     else:
@@ -129,6 +144,8 @@ def losses(read: Reading) -> None:
     if mode == "gspo":
         read.put("worker.actor.clip_ratio_dual", None, mode_key)
         read.leave(dual_key, "verl's gspo has no dual clip")
+    elif mode not in DUAL:
+        read.leave(dual_key, f"loss_mode {mode} does not read it")
     else:
         read.put("worker.actor.clip_ratio_dual", read.get(dual_key), dual_key)
     for name, (needed, to) in COVARIANCE.items():
@@ -330,7 +347,7 @@ def adapters(read: Reading) -> None:
         read.leave(key, f"{rank} is 0")
 
 
-OTHER_LOGGERS = ("clearml", "rl_insight", "trackio", "vemlp_wandb")
+OTHER_LOGGERS = ("clearml", "rl_insight", "vemlp_wandb")
 
 
 def loggers(read: Reading) -> None:

@@ -17,11 +17,10 @@ ESTIMATORS = (
     "gpg",
     "gdpo",
 )
-KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "k1+", "k3+")
-_CRITIC = "needs a value model beside the policy, which this trainer does not have; grpo, rloo and opo need none"
-_VOCABULARY = (
-    "needs the reference model's log-probabilities of the whole vocabulary beside the policy's; low_var_kl (k3) has "
-    "the same mean"
+KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3", "k1+", "k3+", "full")
+_CRITIC = (
+    "needs a value model beside the policy, which this trainer does not have. Instead: reinforce_plus_plus_baseline "
+    "(whitened over the batch as gae is), grpo, rloo, opo, gpg (baseline from the group), remax (from a greedy answer)"
 )
 
 
@@ -53,9 +52,9 @@ class AlgorithmConfig:
     kl_penalty: str = option(
         "kl",
         "Estimator of the KL term: kl (k1), abs, mse (k2), low_var_kl (k3); k1+ and k3+ have the value of k1 and k3 "
-        "and the gradient of k2.",
+        "and the gradient of k2; full is no estimate but the sum over the vocabulary (a pass of the reference at each "
+        "update; not with DeepSpeed or FSDP).",
         choices=KL_ESTIMATORS,
-        refused={"full": _VOCABULARY},
     )
     kl_coef: float = option(1e-3, "Weight of the KL term.", rule=at_least(0), common=True)
     kl_type: str = option(

@@ -76,23 +76,23 @@ class Credit:
                 " were cut at data.max_response_length under algorithm.overlong_filtering; nothing can be learned"
             )
         scores = torch.tensor([_overall(score) for group in groups for score in group.scores])
+        places = _with_a_place(batch.tokens)
         rewards = torch.zeros_like(batch.tokens)
-        rewards[torch.arange(len(scores)), batch.tokens.sum(-1).long() - 1] = scores
+        rewards[torch.arange(len(scores)), places.sum(-1).long() - 1] = scores
         if penalties is not None:
             rewards = rewards - self._penalty(batch, penalties, scored)
+        name, options = self.config.algorithm.adv_estimator, self._options(groups)
         estimated = advantages.estimate(
-            self.config.algorithm.adv_estimator,
-            rewards,
-            batch.tokens,
-            batch.group_ids,
-            scored=scored,
-            ranks=self.ranks,
-            **self._options(groups),
+            name, rewards, places, batch.group_ids, scored=scored, ranks=self.ranks, **options
         )
+        returns = advantages.returns(name, rewards, places, gamma=self.config.algorithm.gamma, scored=scored)
         summed = rewards.sum(-1).split([len(group.completions) for group in groups])
+        own = [None] * len(groups) if returns is None else batch.cut(returns)
         return [
-            dataclasses.replace(group, rewards=reward, advantages=advantage)
-            for group, reward, advantage in zip(groups, summed, batch.cut(estimated), strict=True)
+            dataclasses.replace(group, rewards=reward, advantages=advantage, returns=of_tokens)
+            for group, reward, advantage, of_tokens in zip(
+                groups, summed, batch.cut(estimated * batch.tokens), own, strict=True
+            )
         ]
 
     def _in_statistics(self, group: Group) -> list[bool]:
@@ -165,6 +165,14 @@ def _parts(row_id: str, score: dict[str, float] | None, keys: Sequence[str]) -> 
             " the whole sample"
         )
     return [score[key] for key in keys]
+
+
+def _with_a_place(tokens: Tensor) -> Tensor:
+    """`tokens` [B, T] with a first token in answers that have none, for their scores to stand at: they count in every
+    statistic as an answer of one end token does."""
+    places = tokens.clone()
+    places[:, 0] = 1
+    return places
 
 
 def _truncated(completion: Any) -> bool:

@@ -16,6 +16,7 @@ from grpo_vlm.report import metrics
 from grpo_vlm.report.record import Sample
 from grpo_vlm.rewards.grade_extraction import find_answer
 from grpo_vlm.training.batch import Group
+from grpo_vlm.training.optimizer import local
 
 GIB = 1024**3
 
@@ -104,11 +105,14 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Scored:
-    """A sample of a record with the two numbers that samples.jsonl does not hold."""
+    """A sample of a record with the numbers that samples.jsonl does not hold. advantages, returns: of its tokens, None
+    where it has none."""
 
     sample: Sample
     prompt_length: int
     reward: float  # after a KL penalty, if any
+    advantages: metrics.Spread | None = None
+    returns: metrics.Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -121,11 +125,26 @@ class Placed:
 
 def placed(samples: Sequence[Sample], groups: Sequence[Group], rewards: Sequence[float]) -> list[Placed]:
     """The samples of these groups, in order; one reward for each."""
-    of_groups = [(group.index, len(group.prompt.token_ids)) for group in groups for _ in group.completions]
-    return [
-        Placed(place, Scored(sample, length, reward))
-        for sample, (place, length), reward in zip(samples, of_groups, rewards, strict=True)
+    of_groups = [
+        (group.index, len(group.prompt.token_ids), number, group)
+        for group in groups
+        for number in range(len(group.completions))
     ]
+    return [
+        Placed(place, Scored(sample, length, reward, *_spreads(group, number)))
+        for sample, (place, length, number, group), reward in zip(samples, of_groups, rewards, strict=True)
+    ]
+
+
+def _spreads(group: Group, number: int) -> tuple[metrics.Spread | None, metrics.Spread | None]:
+    """Of the advantages and the returns over the tokens of a completion."""
+    tokens = len(group.completions[number].token_ids)
+    if group.advantages is None or not tokens:
+        return None, None
+    advantages = metrics.Spread.of(group.advantages[number, :tokens].tolist())
+    if group.returns is None:
+        return advantages, advantages
+    return advantages, metrics.Spread.of(group.returns[number, :tokens].tolist())
 
 
 def in_order(ranks: Sequence[Sequence[Placed]]) -> list[Scored]:
@@ -137,14 +156,13 @@ def rollout_metrics(rows: Sequence[Scored], config: Config) -> dict[str, float]:
     """Metrics of a rollout step's samples (all ranks), under EasyR1's names."""
     scored = [row for row in rows if row.sample.scores]
     lengths = [row.sample.response_length for row in rows]
-    advantages = [row.sample.advantage for row in scored]
     return {
         **metrics.reward_metrics([row.sample.scores for row in scored]),
         **metrics.critic_metrics(
             scores=[row.sample.scores["overall"] for row in scored],
             rewards=[row.reward for row in scored],
-            advantages=advantages,
-            returns=advantages,
+            advantages=[row.advantages for row in scored],
+            returns=[row.returns for row in scored],
             response_lengths=[row.sample.response_length for row in scored],
         ),
         **metrics.length_metrics(lengths, [row.prompt_length for row in rows], **_limits(config)),
@@ -224,5 +242,5 @@ def free_bytes(device: torch.device) -> int:
 
 
 def optimizer_bytes(model: nn.Module) -> int:
-    """Gradients and AdamW's two states, which exist from the first update on, in the weights' own type."""
-    return 3 * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    """This rank's gradients and AdamW states, which exist from the first update on, in the weights' own type."""
+    return 3 * sum(local(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -2,8 +2,8 @@
 
 DAPO's online filtering (arXiv 2503.14476): a group that every answer solves, or none, teaches nothing; it is left out
 and others take its place. What a round has beyond the batch is kept for the next step. Which rows a round draws
-depends on its number over the whole run alone, and number and kept groups are part of a checkpoint, so that a resumed
-run draws what the unbroken one would have drawn.
+depends on how many prompts the run has drawn, and that number and the kept groups are part of a checkpoint, so that a
+resumed run draws what the unbroken one would have drawn.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Rounds:
     ):
         self.config, self.collector, self.plan = config, collector, plan
         self.accelerator, self.phase = accelerator, phase
-        self.done = 0  # rounds of the run so far
+        self.drawn = 0  # prompts of the run so far, with online filtering
         self.kept: list[tuple[int, Group]] = []  # groups beyond the last batch, with their rows' numbers
         self.metrics: dict[str, float] = {}
 
@@ -45,6 +45,8 @@ class Rounds:
         Raises DataError when `trainer.max_try_make_batch` rounds do not fill the batch.
         """
         if self.config.algorithm.online_filtering:
+            # a run that was begun without filtering has drawn its steps' prompts
+            self.drawn = max(self.drawn, (step - 1) * self.config.data.rollout_batch_size)
             return self._fill(step)
         return self._round(prompts, self.plan.places, step, "train")
 
@@ -82,12 +84,13 @@ class Rounds:
         while counts[0] < wanted:
             if 0 < limit <= counts[1]:
                 raise DataError(self._too_few(counts, wanted))
-            rows, prompts = self.plan.round(self.done)
+            number = -(-self.drawn // size)
+            rows, prompts = self.plan.round(number)
             places = [counts[1] * size + place for place in self.plan.round_places]
             purpose = "train" if counts[1] == 0 else f"train/{counts[1]}"  # a row may come again in one step
             groups = self._round(prompts, places, step, purpose)
             kept += [(row, group) for row, group, ok in zip(rows, groups, self._pass(groups), strict=True) if ok]
-            self.done += 1
+            self.drawn = (number + 1) * size
             counts = [self._total(len(kept)), counts[1] + 1, counts[2] + size]
         self.metrics = {
             "filter/rounds": float(counts[1]),
@@ -159,12 +162,14 @@ class Rounds:
             }
             for row, group in self.kept
         ]
-        return {"rounds": self.done, "kept": self._gather(mine)}
+        return {"drawn": self.drawn, "kept": self._gather(mine)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes up where `state` was taken, with any number of ranks."""
-        self.done = state["rounds"]
-        mine = state["kept"][self.accelerator.process_index :: self.accelerator.num_processes]
+        """Takes up where `state` was taken, with any number of ranks; without online filtering nothing that was kept
+        is trained on."""
+        self.drawn = state["drawn"]
+        kept = state["kept"] if self.config.algorithm.online_filtering else []
+        mine = kept[self.accelerator.process_index :: self.accelerator.num_processes]
         prompts = self.plan.build([item["row"] for item in mine])
         self.kept = [(item["row"], _group(prompt, item)) for item, prompt in zip(mine, prompts, strict=True)]
 

@@ -207,6 +207,23 @@ def test_whitened_estimators_have_mean_zero_and_variance_one_over_tokens():
             assert ours.std().item() == pytest.approx(1.0, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_returns_are_sums_of_what_follows_or_the_advantages(name):
+    rewards, gamma = draw(), 0.9
+    scored = torch.tensor([row != 4 for row in range(B)])
+    rewards[4] = torch.nan
+    ours = advantages.returns(name, rewards, MASK, gamma=gamma, scored=scored)
+    if name not in ("reinforce_plus_plus", "remax"):
+        assert ours is None
+        return
+    discount = gamma if name == "reinforce_plus_plus" else 1.0
+    for row, length in enumerate(LENGTHS):
+        for t in range(T):
+            following = [discount ** (k - t) * rewards[row, k].item() for k in range(t, length)]
+            expected = sum(following) if row != 4 else 0.0
+            assert ours[row, t].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
 def test_refusals():
     with pytest.raises(NotImplementedError, match="value model"):
         advantages.estimate("gae", draw(), MASK, GROUPS)

@@ -68,8 +68,8 @@ def logits(seed, rows=23):
     return drawn
 
 
-def test_full_equals_plain_loops_and_its_slope_is_its_gradient():
-    policy, reference = logits(1).requires_grad_(), logits(2)
+def test_full_equals_plain_loops():
+    policy, reference = logits(1), logits(2)
     log_p, log_ref = policy.log_softmax(-1), reference.log_softmax(-1)
     ours = kl.full(log_p, log_ref)
     for row in range(len(policy)):
@@ -77,13 +77,6 @@ def test_full_equals_plain_loops_and_its_slope_is_its_gradient():
         plain = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
         assert ours[row].item() == pytest.approx(plain, rel=1e-9)
     assert kl.full(log_p, log_p).abs().max().item() == 0.0
-    slope = kl.full_slope(log_p, log_ref)
-    step = 1e-6
-    for column in (0, 4, 11):
-        moved = torch.zeros(V, dtype=torch.float64)
-        moved[column] = step
-        sides = [kl.full((policy + sign * moved).log_softmax(-1), log_ref) for sign in (1, -1)]
-        torch.testing.assert_close(slope[:, column], (sides[0] - sides[1]) / (2 * step), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 23, 100])
