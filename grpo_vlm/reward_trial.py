@@ -43,13 +43,14 @@ WRAPPINGS = {  # how a model might write the right answer
 
 @dataclass(frozen=True)
 class Try:
-    """Answers of one kind with what became of them. seconds: of a call for each alone, the first TIMED_CALLS."""
+    """Answers of one kind with what became of them. timed: the first TIMED_CALLS that got a score, each with the
+    seconds of a call for it alone."""
 
     kind: str
     samples: list[RewardSample]
     scores: list[Scores | None]
     call_s: float
-    seconds: list[float]
+    timed: list[tuple[RewardSample, float]]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -159,13 +160,13 @@ def _try(pool: RewardPool, kind: str, samples: list[RewardSample]) -> Try:
     began = time.perf_counter()
     scores = pool(samples)
     call_s = time.perf_counter() - began
-    seconds = []
+    timed = []
     for sample, score in islice(zip(samples, scores, strict=True), TIMED_CALLS):
-        began = time.perf_counter()
         if score is not None:  # those that hang have been waited for once
+            began = time.perf_counter()
             pool([sample])
-        seconds.append(time.perf_counter() - began)
-    return Try(kind, samples, scores, call_s, seconds)
+            timed.append((sample, time.perf_counter() - began))
+    return Try(kind, samples, scores, call_s, timed)
 
 
 def _print(console: Console, tries: Sequence[Try], faults: Sequence[Fault]) -> None:
@@ -176,22 +177,26 @@ def _print(console: Console, tries: Sequence[Try], faults: Sequence[Fault]) -> N
     for one in tries:
         means = [_mean([score[key] for score in one.scores if score and key in score]) for key in keys]
         unscored = sum(score is None for score in one.scores)
-        alone = _mean([1000 * seconds for seconds in one.seconds])
+        alone = _mean([1000 * seconds for _, seconds in one.timed])
         table.add_row(one.kind, str(len(one.samples)), *means, str(unscored), f"{1000 * one.call_s:.1f}", alone)
     console.print(table)
     console.print(_sample_table(tries, keys))
-    slowest_s, sample, kind = max(
-        (
-            (seconds, sample, one.kind)
-            for one in tries
-            for seconds, sample in zip(one.seconds, one.samples, strict=False)
-        ),
-        key=lambda item: item[0],
-    )
-    console.print(Text(f"slowest: {sample.row_id} ({kind}), {1000 * slowest_s:.1f} ms: {_end(sample.response)}"))
+    console.print(Text(_slowest(tries, faults)))
     for fault in {fault.row_id + fault.response: fault for fault in faults}.values():
         console.print(Text.assemble(("warning: ", "yellow"), fault.text))
     console.print(Text(NO_TOKENS, style="dim"))
+
+
+def _slowest(tries: Sequence[Try], faults: Sequence[Fault]) -> str:
+    """The row that took longest, with those that were stopped or raised."""
+    times = [
+        (seconds, sample.row_id, f" ({one.kind})", sample.response) for one in tries for sample, seconds in one.timed
+    ]
+    times += [(fault.seconds, fault.row_id, f" ({fault.cause})", fault.response) for fault in faults]
+    if not times:
+        return "slowest: no row was called alone"
+    seconds, row_id, what, response = max(times)
+    return f"slowest: {row_id}{what}, {1000 * seconds:.1f} ms: {_end(response)}"
 
 
 def _sample_table(tries: Sequence[Try], keys: Sequence[str]) -> Table:

@@ -18,7 +18,7 @@ def format_score(response):
 
 
 def accuracy_score(response, ground_truth, tolerance=0.0):
-    answer = last_box(response)  # nothing but the last box counts
+    answer = last_box(response)  # nothing but the last box counts, with a unit behind it
     return float(grade(f"\\boxed{{{answer}}}", ground_truth, tolerance=tolerance).correct) if answer else 0.0
 
 

@@ -5,7 +5,7 @@ function becomes; config/reward_sources.py has the table.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -34,11 +34,6 @@ def compute_score(reward_inputs: Sequence[Mapping[str, Any]], column: str = "dat
             scores[index] = dict(score)
     shared = set.intersection(*(set(score) for score in scores)) if scores else set()
     return [{name: value for name, value in score.items() if name in shared} for score in scores]
-
-
-def check_rows(batches: Iterable[Iterable[Mapping[str, Any]]], column: str = "data_source") -> None:
-    """Refuse rows with a source without a known reward, all such sources in one ConfigError; before anything heavy."""
-    check_sources({row.get(column) for batch in batches for row in batch})
 
 
 @cache

@@ -68,6 +68,10 @@ class Progress:
         """When it began, in seconds of time.monotonic(), and with which row."""
         return _PLACE.unpack_from(self._memory)
 
+    def write(self, text: str) -> None:
+        """In the worker: more behind what there is of the stack."""
+        os.write(self.descriptor, text.encode())
+
     def stack(self) -> str:
         """What the worker wrote of its stack so far."""
         return os.pread(self.descriptor, STACK_LIMIT, PAGE).decode(errors="replace")

@@ -4,9 +4,11 @@ One worker starts with the pool; more start while there is work that waits for o
 policies: whoever gives out the tasks is told what became of each row (Scored) and each fault (Failed).
 """
 
+import os
 import pickle
 import selectors
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -61,6 +63,7 @@ class Crew:
         self.most, self._threads = most, threads
         self._launcher = Launcher(job)
         self._workers: list[RewardProcess] = [self._launcher.start(threads)]
+        weakref.finalize(self, _end_all, self._workers, os.getpid())  # also at the trainer's exit, without a close()
         self._queue: deque[Task] = deque()
         self._samples: Sequence[RewardSample] = ()
         self._refused = 0
@@ -218,3 +221,10 @@ class Crew:
     def _drop(self, one: RewardProcess, *, ended: bool = False) -> str:
         self._workers.remove(one)
         return one.end(ended=ended)
+
+
+def _end_all(workers: list[RewardProcess], owner_pid: int) -> None:
+    """In the process that has started them, not in one that it forked."""
+    if os.getpid() == owner_pid:
+        while workers:
+            workers.pop().end()

@@ -5,28 +5,32 @@
 
 The policies, each with a test in tests/rewards/test_grade_policies.py:
 
-- Which answer: see grade_extraction; the last one counts. An answer inside the thinking, an empty one, a box that does
-  not close and an answer that hedges ("A or B", "3 or 4") are wrong. The gold is read the same way.
+- Which answer: see grade_extraction; the last one counts, with a unit that stands behind its box. An answer inside the
+  thinking, an empty one, a box that does not close and an answer that hedges ("A or B", "3 or 4") are wrong. An
+  <answer> that is not closed reaches to the end. The gold is read the same way.
 - Numbers are compared exactly: 1/2, 0.5, 2/4 and 50% are equal, 0.33 is not 1/3. A decimal with 10 or more significant
   digits stands for the exact number next to it. A decimal gold with 3 or more significant digits was rounded: an exact
   answer (a fraction, a root, π) that rounds to it is right, 100/3 for 33.3; another decimal never is.
 - tolerance: absolute, for every number in the answer: |answer - gold| <= tolerance.
 - Percent: 50% is 50 and 0.5; without a sign nothing is scaled, 28 is not 0.28.
 - Degrees and units: what one side leaves out is not compared (31° is 31, 5 cm is 5); what both write is: 5 cm is 50
-  mm, not 5 m, and 5 apples are not 5 pears.
+  mm, not 5 m, and 5 apples are not 5 pears. The case of a unit counts: 5 mm is not 5 Mm.
+- Dates (2024-01-05 is 2024/1/5) and telephone numbers are no differences; 180-90-35 is one.
 - 4 4/9 and 4\\frac{4}{9} are mixed numbers when the fraction is proper.
 - 7,425,000, 7 425 000 and 7{,}425{,}000 are one number; within brackets a comma separates: (1,000) is the pair 1, 0. A
-  decimal comma is read only where the gold has a decimal point: 1000,99 for 1000.99.
+  decimal comma is read only where the gold has a decimal point: 1000,99 for 1000.99; a gold 1,2 is never 1.2.
 - Unbracketed lists and sets are unordered, tuples ordered; brackets of tuples and intervals must agree; an interval
-  may be written as an inequality. ±3 is the list 3, -3. A list is wrong where one value is wanted.
+  may be written as an inequality. ±3 is the list 3, -3. A list is wrong where one value is wanted. (x, y) = (1, 2) is
+  (1, 2) with the names in the alphabet's order. "No solution" is the empty set.
 - x = 5 is 5; a different name on the other side is wrong. Equations agree when one is a multiple of the other; what
   else stands beside a relation (for all x > 0, ...) makes it another one. A chain such as 26/2 = 13 counts as its
-  value if its sides agree.
+  value if its sides agree; in A = πr² = 9π the side with variables is not compared.
 - Ratios agree in proportion and with the fraction; times of day such as 12:00 part by part.
 - Formulas with variables agree when they are equal wherever both have real values. e and i are constants, \\log is to
   base 10.
-- Words agree without regard to case, articles, quotation marks, and spaces or hyphens between letters; numbers up to
-  99 may be spelled. A gold of several sentences or more than 20 words cannot be graded: nothing is right.
+- Words agree without regard to case, articles, quotation marks, and spaces or hyphens between letters; numbers may
+  be spelled. "No, because ..." is no; "no idea" and "no answer" are not. A gold of several sentences or more than 20
+  words cannot be graded: nothing is right.
 - Option letters: with `choices` gold and prediction may each be the letter or the text of an option; "B. 12 cm" must
   not contradict the option's text. Without, a letter is read where the gold is one capital letter.
 """
@@ -58,7 +62,16 @@ CACHED = 4096
 SENTENCES = re.compile(r"(?:\d|[a-z]{4}|\))[.!?]\s+[A-Z][a-z]")
 GAP = re.compile(r"(?<![\w.])\s+|\s+(?![\w.])")  # a space that separates nothing: not that of "4 4/9"
 YES_NO = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
-YES_NO_ANSWER = re.compile(r"(yes|no|true|false)\b[,.:;!]?(?!\s*(?:or|and|/)\b)(.*)", re.I | re.DOTALL)
+YES_NO_ANSWER = re.compile(  # "no, they cross", "no because ..."; "no idea", "no. 5" and "true love" are other answers
+    r"(yes|no|true|false)(?P<rest>(?:\s*[,.:;!(]\s*(?=[^\W\d])|\s+-+\s+|\s+(?:because|since|as|it|they|he|she|we|you|this|that|"
+    r"these|those|there|the)\b)(?!(?:or|and)\b).*)?",
+    re.I | re.DOTALL,
+)
+UNSURE = re.compile(
+    r"\b(?:idea|clue|unsure|unclear|unknown|maybe|perhaps|not\s+(?:sure|certain|clear)|(?:do\s+not|don't|can't|cannot|could\s+not|"
+    r"couldn't)\s+(?:know|tell|say|determine|be\s+determined))\b",
+    re.I,
+)
 
 
 @dataclass(frozen=True)
@@ -219,6 +232,9 @@ def equal_answers(gold: str, answer: str, tolerance: Fraction) -> bool:
         return True
     opposite = YES_NO.get(text_key(gold))
     if opposite is not None:
-        match = YES_NO_ANSWER.match(answer)
-        return bool(match) and match[1].lower() == text_key(gold) and not re.search(rf"\b{opposite}\b", match[2], re.I)
+        match = YES_NO_ANSWER.fullmatch(answer)
+        if match is None or match[1].lower() != text_key(gold):
+            return False
+        rest = match["rest"] or ""
+        return not UNSURE.search(rest) and not re.search(rf"\b{opposite}\b", rest, re.I)
     return grade_symbolic.agree(gold, answer)

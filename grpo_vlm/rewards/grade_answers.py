@@ -21,6 +21,7 @@ from grpo_vlm.rewards.grade_syntax import (
     with_sign,
 )
 from grpo_vlm.rewards.grade_units import Unit, split_unit
+from grpo_vlm.rewards.grade_words import with_digits
 
 MAX_ITEMS = 16  # of a list, set or tuple; longer ones are text
 MAX_NESTING = 5
@@ -31,6 +32,16 @@ UNION = re.compile(r"\s*(?:∪|\bU\b)\s*")
 OPERATOR = re.compile(r"<=|>=|!=|==|[=<>≤≥≠≈≅∥⊥∼∈]")
 SAME_OPERATOR = {"<=": "≤", ">=": "≥", "!=": "≠", "==": "="}
 FLIPPED = {"<": ">", "≤": "≥"}
+YEAR_FIRST = re.compile(r"([12]\d{3})[-/.](0?[1-9]|1[0-2])[-/.](0?[1-9]|[12]\d|3[01])")
+YEAR_LAST = re.compile(r"(0?[1-9]|[12]\d|3[01])[-/.](0?[1-9]|[12]\d|3[01])[-/.]([12]\d{3})")
+YEAR_AND_MONTH = re.compile(r"(?:19|20)\d{2}-0[1-9]")
+TELEPHONE = re.compile(r"(?:\d{3}-)?\d{3}-\d{4}")
+NO_SOLUTION = re.compile(
+    r"∅|(?:the )?empty set|(?:(?:there )?(?:is|are) |(?:(?:the|this) (?:equation|system|problem|inequality) )?"
+    r"(?:has|have) )?no (?:real )?solutions?(?: exists?)?",
+    re.I,
+)
+ALL_REALS = re.compile(r"ℝ|(?:the set of )?all real numbers|all reals", re.I)
 COLON = re.compile(r"\s*:\s*")
 TIME = re.compile(r"(?:[01]?\d|2[0-4]):[0-5]\d(?::[0-5]\d)?")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
@@ -39,23 +50,14 @@ LABEL = re.compile(
     r"[A-Za-zα-ω](?:_\{?\s*\w+\s*\}?)?|[A-Za-z]\s*\(\s*[a-z]\s*\)|m?\s*[∠△]\s*\w+(?: \w)*|[A-Z]+(?: [A-Z])*"
     r"|(?:the )?[A-Za-z]{3,}(?: [A-Za-z]+){0,5}"
 )
+NAMES = re.compile(r"\(\s*([A-Za-zα-ω](?:\s*,\s*[A-Za-zα-ω]){1,5})\s*\)")
 VARIABLE = re.compile(r"[A-Za-zα-ω](?:_\{?\s*\w+\s*\}?)?")
 PREFIX = re.compile(r"(?:about|approximately|approx\.?|roughly|around|exactly|either|both|equals?|≈)\s+|≈\s*", re.I)
 REPEATED = re.compile(r"([-+]?\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,6})\4+)\.\.\.")
-ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-)
-NUMBER_WORDS = {word: value for value, word in enumerate((ONES + " eighteen nineteen").split())}
-TENS = {
-    word: 10 * value for value, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)
-}
-SPELLED = re.compile(
-    rf"(?P<sign>(?:minus|negative)\s+)?(?:(?P<tens>{'|'.join(TENS)})(?:[- ](?P<after>{'|'.join(ONES.split()[1:])}))?"
-    rf"|(?P<ones>{'|'.join(sorted(NUMBER_WORDS, key=len, reverse=True))}))(?![\w-])",
-    re.I,
-)
 ARTICLE = re.compile(r"(?:the|a|an)\s+", re.I)
 TEXT_NOISE = re.compile(r"(?<=[^\W\d_])[-\s.'\"_]+(?=[^\W\d_])|[\"']|(?<!\w)\s+|\s+(?!\w)")
+SHORT_UNIT = re.compile(r"(?<=\d)\s?[A-Za-z]{1,2}(?![\w'])")
+KEPT_CASE = {ord(letter): f"^{letter}" for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}  # 5 mm is not 5 MM
 WORD = re.compile(r"(?:(?:an?|the)\s+)?[a-z]{3,}", re.I)
 NAMED_VALUES = frozenset({"inf", "infty", "infinity"})
 
@@ -84,22 +86,41 @@ def read(text: str) -> Answer:
 
 
 def text_key(text: str) -> str:
-    """What is compared of an answer in words: no case, article and quotation marks, no gaps or hyphens in words."""
-    return TEXT_NOISE.sub("", ARTICLE.sub("", text.strip(" .,;:!?"), 1)).casefold()
+    """What is compared of an answer in words: no case, article and quotation marks, no gaps or hyphens in words; a
+    capital in a unit of one or two letters is kept."""
+    plain = text.strip(" .,;:!?")
+    small = SHORT_UNIT.sub(lambda match: match[0].translate(KEPT_CASE), plain)
+    return TEXT_NOISE.sub("", ARTICLE.sub("", small, 1)).casefold()
 
 
-def _read(text: str, nesting: int) -> Answer:
+def _read(text: str, nesting: int, *, in_chain: bool = False) -> Answer:
+    """in_chain: a side of 180-90-35 = 55, so what looks like a date is a difference."""
     text = PREFIX.sub("", text, count=1).strip() if PREFIX.match(text) else text
     if not text:
         return Answer("empty", text)
     if len(text) > MAX_LENGTH or nesting > MAX_NESTING:
         return Answer("text", text)
-    text = _without_thousands_marks(text)
+    if ALL_REALS.fullmatch(text):
+        text = "(-∞,∞)"
+    if NO_SOLUTION.fullmatch(text):
+        return Answer("set", text)
+    code = None if in_chain else _code(text)
+    if code is not None:
+        return Answer("text", code)
+    text = with_digits(_without_thousands_marks(text))
     for reader in (_wrapped, _list, _relation, _union, _ratio, _value):
         answer = reader(text, nesting + 1)
         if answer is not None:
             return answer
     return Answer("text", text)
+
+
+def _code(text: str) -> str | None:
+    """A date or telephone number in one spelling; it is no difference or quotient. None for all else."""
+    date = YEAR_FIRST.fullmatch(text) or YEAR_LAST.fullmatch(text)
+    if date:
+        return "-".join(str(int(part)) for part in date.groups())
+    return text if TELEPHONE.fullmatch(text) or YEAR_AND_MONTH.fullmatch(text) else None
 
 
 def _without_thousands_marks(text: str) -> str:
@@ -184,6 +205,8 @@ def _equation(text: str, signs: list[str], sides: list[str], nesting: int) -> An
     """x = 5, a chain whose sides agree, or an equation."""
     if len(sides) == 2 and VARIABLE.fullmatch(sides[1]) and not LABEL.fullmatch(sides[0]):
         sides = sides[::-1]  # 5 = x
+    if len(sides) == 2 and NAMES.fullmatch(sides[0]):
+        return _named_tuple(sides, nesting) or _plain_relation(text, signs, sides, nesting)
     if LABEL.fullmatch(sides[0]):
         rest, label = sides[1:], _label_key(sides[0])
     else:
@@ -192,12 +215,32 @@ def _equation(text: str, signs: list[str], sides: list[str], nesting: int) -> An
         rest = rest[1:]
     if len(rest) == 1:
         return replace(_read(rest[0], nesting), label=label)
-    values = [_read(side, nesting) for side in rest]
+    values = [_read(side, nesting, in_chain=True) for side in rest]
+    before = signs[-len(rest) :] if label is not None else ["", *signs]
+    if label is not None and _constant_chain(values[-1:]):
+        parts = [part for part in zip(before, rest, values, strict=True) if not _says_no_value(*part[1:])]
+        before, rest, values = (list(column) for column in zip(*parts, strict=True))
     if label is None and len(rest) == 2 and signs == ["="] and not _constant_chain(values):
         return _plain_relation(text, signs, sides, nesting)
     if not _constant_chain(values):
         return None
-    return Answer("chain", text, items=tuple(values), sign="".join(signs[-len(rest) + 1 :]), label=label)
+    if len(values) == 1:
+        return replace(values[0], label=label)
+    return Answer("chain", text, items=tuple(values), sign="".join(before[1:]), label=label)
+
+
+def _says_no_value(side: str, value: Answer) -> bool:
+    """πr² and an ellipsis in A = πr² = ... = 9π."""
+    return side == "..." or (value.kind == "value" and bool(symbols(value.node)))
+
+
+def _named_tuple(sides: list[str], nesting: int) -> Answer | None:
+    """(x, y) = (1, 2); only with the names in the alphabet's order, which is that of a tuple without names."""
+    names = re.sub(r"[\s()]", "", sides[0]).split(",")
+    value = _read(sides[1], nesting)
+    if value.kind != "tuple" or value.sign != "()" or len(value.items) != len(names) or names != sorted(set(names)):
+        return None
+    return replace(value, label=f"({','.join(names)})")
 
 
 def _constant_chain(values: list[Answer]) -> bool:
@@ -257,11 +300,8 @@ def _ratio(text: str, nesting: int) -> Answer | None:
 
 
 def _value(text: str, nesting: int) -> Answer | None:
-    if WORD.fullmatch(text) and text.lower() not in NAMED_VALUES and not SPELLED.fullmatch(text):
+    if WORD.fullmatch(text) and text.lower() not in NAMED_VALUES:
         return None  # "cat", not c a t
-    spelled = SPELLED.match(text)
-    if spelled:
-        text = _digits(spelled) + text[spelled.end() :]
     number, unit = split_unit(text)
     repeated = REPEATED.fullmatch(number)
     if repeated:
@@ -277,12 +317,6 @@ def _value(text: str, nesting: int) -> Answer | None:
             return Answer("list", text, items=tuple(both))
         return Answer("value", text, node=node, unit=its_unit)
     return None
-
-
-def _digits(spelled: re.Match[str]) -> str:
-    ones = (spelled["ones"] or spelled["after"] or "zero").lower()
-    value = NUMBER_WORDS[ones] + (TENS[spelled["tens"].lower()] if spelled["tens"] else 0)
-    return f"{'-' if spelled['sign'] else ''}{value}"
 
 
 def _repeating(match: re.Match[str]) -> Node:

@@ -168,12 +168,20 @@ def _unordered(gold: Answer, answer: Answer, tolerance: Fraction) -> bool:
         wanted, given = _distinct(wanted), _distinct(given)
     if len(wanted) != len(given):
         return False
+    if _differently_named(wanted) and not any(item.label for item in given):  # x = 1, y = 2 is 1, 2 and not 2, 1
+        return all(agree(a, b, tolerance) for a, b in zip(wanted, given, strict=True))
     for item in wanted:
         index = next((i for i, other in enumerate(given) if agree(item, other, tolerance)), None)
         if index is None:
             return False
         del given[index]
     return True
+
+
+def _differently_named(items: Sequence[Answer]) -> bool:
+    """Whether all items have names, of different letters: x_1 and x_2 are two values of one."""
+    letters = {item.label[0] for item in items if item.label}
+    return len(letters) == len(items) > 1
 
 
 def _distinct(items: Sequence[Answer]) -> list[Answer]:

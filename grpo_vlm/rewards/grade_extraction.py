@@ -1,11 +1,15 @@
 """Finds the final answer in a completion. Linear in the text's length; only its last LOOK_BACK characters are read.
 
-In this order: the last <answer> tag behind the thinking; the last \\boxed{} whose braces balance, or a later
-"Answer: X" or "the answer is X"; bold type in the last line; the last line itself.
+In this order: the last <answer> tag behind the thinking, to the end when it is not closed; the last \\boxed{} whose
+braces balance, with a unit that stands behind it, or a later "Answer: X" or "the answer is X"; bold type in the last
+line; the last line itself.
 """
 
 import re
 from dataclasses import dataclass
+
+from grpo_vlm.rewards.grade_spelling import clean
+from grpo_vlm.rewards.grade_units import known_unit, split_unit
 
 LOOK_BACK = 20_000  # characters
 MAX_ANSWER = 1_000  # characters of one candidate
@@ -14,7 +18,9 @@ MAX_SENTENCE = 300
 THINK_BEGIN = re.compile(r"<\s{0,4}think(?:ing)?\s{0,4}>", re.I)
 THINK_END = re.compile(r"<\s{0,4}/\s{0,4}think(?:ing)?\s{0,4}>", re.I)
 ANSWER_BEGIN = re.compile(r"<\s{0,4}answer\s{0,4}>", re.I)
-ANSWER_END = re.compile(r"<\s{0,4}/\s{0,4}answer\s{0,4}>", re.I)
+ANSWER_END = re.compile(r"<\s{0,4}/\s{0,4}answer\s{0,4}>|<\s{0,4}/\s{0,4}[answer]{0,6}\s{0,4}$", re.I)  # or cut off
+END_TOKENS = re.compile(r"(?:<\|[\w ]{1,40}\|>|</s>|<eos>)\s*$")
+MOST_END_TOKENS = 4
 BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s{0,4}\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 MARKER = re.compile(
     r"(?:\b(?:answer|(?:correct|right|best)\s{1,4}(?:option|choice))(?:\(s\))?[*_\s]{0,8}"
@@ -40,10 +46,21 @@ PREDICATE = re.compile(
     re.I,
 )
 CONNECTIVE = re.compile(
-    r"(?:(?:so|thus|therefore|hence|then|finally|and|it|it's|its|we|have|get|is|are|find|that|this|means)\b[,:]?\s*){1,6}"
+    r"(?:(?:so|thus|therefore|hence|then|finally|and|it['’]s|its|it|we|have|get|is|are|find|that|this|means)\b[,:]?\s*){1,6}"
     r"(?=\S)",
     re.I,
 )
+BEHIND_BOX = re.compile(r"(?:\\[,;!]|[^,;!?\n]){1,60}")
+UNIT_SIGN = re.compile(r"[^\W\d_]|[°%]")
+MATHS_END = re.compile(r"^\s*\\\)|\\\)\s*$|[$*]+")
+END_OF_UNIT = re.compile(
+    r"\.(?:[\s$*]|$)|\s(?:because|since|as|which|where|so|and|for|is|was|by|to|from|when|if|that)\s|\\boxed"
+)
+CURRENCY_BEFORE = re.compile(r"(\\\$|[€£¥])\s*$")
+NUMBER = re.compile(r"(?![\s(\[]*[(\[][^,]*,|\s*\\\{|\s*\\text)[^;]*(?:[\dπ})]|\\pi)\s*")  # no tuple, set or words
+ALTERNATIVE = re.compile(r"[\s$*]*(?:\\text\s*\{)?\s*or\s*\}?[\s$*]*", re.I)
+IS_THE_ANSWER = re.compile(r"(.{1,60}?)\s+is\s+the\s+(?:final\s+|correct\s+|right\s+)?answer", re.I)
+YES_NO_FIRST = re.compile(r"[\s*]{0,4}(?:yes|no|true|false)[.!]\s", re.I)
 BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*")
 
 
@@ -74,20 +91,25 @@ def with_prefill(response: str, prompt_text: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """What is in the last \\boxed{...} whose braces balance, stripped; None without one."""
-    box = _last_box(text[-LOOK_BACK:])
-    return None if box is None else box[1]
+    """What is in the last \\boxed{...} whose braces balance, stripped, with a unit behind it; None without one."""
+    text = text[-LOOK_BACK:]
+    box = _last_box(text)
+    return None if box is None else _with_unit(text, box)
 
 
 def last_tag(text: str) -> str | None:
     """What is in the last <answer>...</answer>, stripped; to the end when it is not closed; None without one."""
-    begin = None
-    for begin in ANSWER_BEGIN.finditer(text):  # noqa: B007
-        pass
+    begin = previous = None
+    for match in ANSWER_BEGIN.finditer(text):
+        begin, previous = match, begin
     if begin is None:
         return None
     end = ANSWER_END.search(text, begin.end())
-    return text[begin.end() : end.start() if end else len(text)].strip()
+    content = text[begin.end() : end.start() if end else len(text)].strip()
+    if not content and end is None and previous is not None:  # <answer>4<answer>: the end tag without its stroke
+        between = text[previous.end() : begin.start()]
+        return content if ANSWER_END.search(between) else between.strip()
+    return content
 
 
 def find_answer(text: str) -> Found:
@@ -95,7 +117,7 @@ def find_answer(text: str) -> Found:
     rest = after_thinking(text)
     if rest is None:
         return Found((), "", "the thinking does not end")
-    rest = rest[-LOOK_BACK:]
+    rest = _without_special_tokens(rest[-LOOK_BACK:])
     tag = last_tag(rest)
     found = _in_text(rest if tag is None else tag, tagged=tag is not None)
     if not any(candidate.strip() for candidate in found.candidates):
@@ -103,13 +125,28 @@ def find_answer(text: str) -> Found:
     return found
 
 
+def _without_special_tokens(text: str) -> str:
+    """GLM's box tokens as a box; without the tokens that end a turn."""
+    for _ in range(MOST_END_TOKENS):
+        end = END_TOKENS.search(text, max(0, len(text) - 60)) if text.rstrip().endswith(">") else None
+        if end is None or end[0].startswith("<|end_of_box|>"):
+            break
+        text = text[: end.start()]
+    if "<|" not in text:
+        return text
+    return text.replace("<|begin_of_box|>", "\\boxed{").replace("<|end_of_box|>", "}")
+
+
 def _in_text(text: str, *, tagged: bool) -> Found:
     box = _last_box(text)
-    marker = _last_marker(text, after=-1 if box is None else box[0])
+    marker = _last_marker(text, after=-1 if box is None else box.start)
     if marker is not None:
         return _marked(text, marker)
     if box is not None:
-        return Found((box[1][:MAX_ANSWER],), "box")
+        before = text[box.previous_end : box.start] if box.previous_end is not None else ""
+        if ALTERNATIVE.fullmatch(before):
+            return Found((), "box", "the answer hedges")
+        return Found((_with_unit(text, box)[:MAX_ANSWER],), "box")
     if tagged and "\n" not in text:
         return Found(_readings(text[:MAX_ANSWER]), "tag")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -120,10 +157,20 @@ def _in_text(text: str, *, tagged: bool) -> Found:
     return _unmarked(lines[-1], "tag" if tagged else "line")
 
 
-def _last_box(text: str) -> tuple[int, str] | None:
-    """Where it begins and what is in it. One pass over the braces; of nested boxes the inner one."""
+@dataclass(frozen=True)
+class _Box:
+    """content, stripped; where the box begins and ends in the text, and where the box before it ends."""
+
+    content: str
+    start: int
+    end: int
+    previous_end: int | None
+
+
+def _last_box(text: str) -> _Box | None:
+    """One pass over the braces; of nested boxes the inner one."""
     open_boxes: list[tuple[int, int] | None] = []
-    last: tuple[int, str] | None = None
+    last: _Box | None = None
     for match in BRACES.finditer(text):
         if match["box"]:
             open_boxes.append((match.start(), match.end()))
@@ -131,9 +178,27 @@ def _last_box(text: str) -> tuple[int, str] | None:
             open_boxes.append(None)
         elif match["close"] and open_boxes:
             box = open_boxes.pop()
-            if box is not None and (last is None or box[0] > last[0]):
-                last = box[0], text[box[1] : match.start()].strip()
+            if box is not None and (last is None or box[0] > last.start):
+                previous = None if last is None or last.end > box[0] else last.end
+                last = _Box(text[box[1] : match.start()].strip(), box[0], match.end(), previous)
     return last
+
+
+def _with_unit(text: str, box: _Box) -> str:
+    """What is in the box, with a unit behind it (\\boxed{5} cm, \\boxed{25}\\%) or a currency before it."""
+    behind = BEHIND_BOX.match(text, box.end)
+    currency = CURRENCY_BEFORE.search(text, max(0, box.start - 4), box.start)
+    if not (currency or (behind and UNIT_SIGN.search(behind[0]))) or not NUMBER.fullmatch(box.content):
+        return box.content
+    if split_unit(clean(box.content[:MAX_ANSWER]))[1] is not None:
+        return box.content
+    if behind:
+        end = END_OF_UNIT.search(behind[0])
+        unit = clean(MATHS_END.sub("", behind[0][: end.start()] if end else behind[0]))
+        unit = unit.lstrip("^{ ").rstrip("} ") if "°" in unit else unit
+        if unit and known_unit(unit):
+            return f"{box.content} {unit}"
+    return f"{currency[1]}{box.content}" if currency else box.content
 
 
 def _last_marker(text: str, *, after: int) -> re.Match[str] | None:
@@ -171,6 +236,8 @@ def _unmarked(line: str, place: str) -> Found:
     readings = _readings(sentence) if len(sentence) <= MAX_SENTENCE else ()
     if bold and bold[-1] in sentence and len(set(bold)) == 1:
         readings = (*readings, *_readings(bold[-1]))
+    if YES_NO_FIRST.match(line) and len(line) <= MAX_SENTENCE:  # "Yes. The lines are parallel."
+        readings = (line, *readings)
     return Found(readings, place, "" if readings else "there is no marked answer")
 
 
@@ -194,4 +261,7 @@ def _readings(text: str) -> tuple[str, ...]:
     said = PREDICATE.split(short)[-1].strip()
     if said and not DENIED.match(said):
         readings.append(said)
+    answer = IS_THE_ANSWER.fullmatch(short.strip(" .!"))
+    if answer:
+        readings.append(answer[1])
     return tuple(dict.fromkeys(reading for reading in readings if reading))

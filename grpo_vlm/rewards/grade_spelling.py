@@ -17,6 +17,7 @@ SIGNS = str.maketrans(
     | {"÷": "/", "∕": "/", "⁄": "/", "：": ":", "∶": ":", "º": "°", "˚": "°", "≦": "≤", "≧": "≥", "⩽": "≤", "⩾": "≥"}
     | {
         "∆": "△",
+        "µ": "μ",
         "≃": "≅",
         "‖": "∥",
         "∣": "|",
@@ -55,6 +56,7 @@ WORDS = {  # LaTeX words with a plain spelling
     **{"div": "/", "lt": "<", "gt": ">", "pm": "±", "mp": "∓", "pi": "π", "infty": "∞", "cup": "∪", "cap": "∩"},
     **{"in": "∈", "angle": "∠", "measuredangle": "∠", "parallel": "∥", "perp": "⊥", "sim": "∼", "triangle": "△"},
     **{"colon": ":", "emptyset": "∅", "varnothing": "∅", "percent": "%", "land": " and ", "lor": " or "},
+    **dict.fromkeys("tiny scriptsize footnotesize small normalsize large Large LARGE huge Huge".split(), ""),
     **{"euro": "€", "pounds": "£", "to": "→", "rightarrow": "→", "forall": "∀"},
 }
 WRAPPERS = (
@@ -64,6 +66,10 @@ WRAPPER = re.compile(rf"\\(?:{WRAPPERS}|boldsymbol|textnormal|underline|boxed|fb
 OVERLINE = re.compile(
     r"\\(?:overline|bar|widehat|hat|overrightarrow|vec|overarc|overset\s*\{\\frown\})\s*\{([^{}]*)\}"
 )
+COLOUR = re.compile(r"\\(?:textcolor|colorbox|color)\s*(?:\[\w*\]\s*)?\{[^{}]*\}(?:\s*\{([^{}]*)\})?")
+RARE = re.compile(r"\\(?:text)?color|\\[hv]?(?:space|phantom)|\\mathbb|\\over(?![a-z])")
+INVISIBLE = re.compile(r"\\(?:[hv]space|[hv]?phantom)\*?\s*\{[^{}]*\}")
+OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")
 COMMAND = re.compile(r"\\([A-Za-z]+)")
 GREEK = "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi varphi"
 GREEK_LETTERS = dict(zip(GREEK.split(), "αβγδεεζηθικλμνξρστφφ", strict=True)) | {"omega": "ω", "psi": "ψ", "chi": "χ"}
@@ -76,6 +82,7 @@ ITALIC = re.compile(r"(\*|__)([^*_]+)\1")
 SPACED_NAME = re.compile(r"(?<=\b[A-Z]) (?=[A-Z]\b)")  # the segment A B
 SPACES = re.compile(r"\s+")
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,4})(?![\w.])")
+TIMES_TEN = re.compile(r"(?<=\d)\s?[xX]\s?(?=10\s?\^)")  # 6.02 x 10^23
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?\s*(\d{1,40})\s*\}?")
 VULGAR = re.compile("[¼½¾⅐-⅞↉]")
 
@@ -95,6 +102,7 @@ def clean(text: str) -> str:
     text = italic[2] if italic else text
     if "\\" in text or "$" in text or "~" in text:
         text = _without_latex(text)
+    text = TIMES_TEN.sub("*", text)
     text = SCIENTIFIC.sub(r"(\1*10^{\2})", text)
     text = SPACED_NAME.sub("", SPACES.sub(" ", text)).strip()
     text = _without_ends(text)
@@ -118,8 +126,11 @@ def _without_latex(text: str) -> str:
         .replace("\\_", "_")
     )
     text = DELIMITER.sub(" ", text)
+    if RARE.search(text):
+        text = COLOUR.sub(r"\1", INVISIBLE.sub("", text)).replace("\\mathbb{R}", "ℝ")
+        text = OVER.sub(r"\\frac{\1}{\2}", text)
     text = text.replace("\\{", "⦃").replace("\\}", "⦄").replace("\\!", "").replace("\\|", "∥")
-    text = LATEX_SPACE.sub(" ", text)
+    text = LATEX_SPACE.sub(" ", text).rstrip("\\ ")
     text = REPEATING.sub(_repeating, text)
     for _ in range(4):
         shorter = OVERLINE.sub(r" \1 ", WRAPPER.sub(_plain_words, text))

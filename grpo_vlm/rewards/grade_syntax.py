@@ -88,6 +88,8 @@ def _tokens(text: str) -> list[str]:
             tokens.append("\\" + token)
         elif token == "pi":
             tokens.append("π")
+        elif token in ("inf", "infty", "infinity"):
+            tokens.append("∞")
         elif len(token) == 1 or token.isupper():  # AB is one name: a segment, not a product
             tokens.append(token)
         elif len(token) <= 3 and VARIABLES.issuperset(token) and len(set(token)) == len(token):

@@ -10,31 +10,35 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 F = Fraction
-KNOWN: dict[str, tuple[str, Fraction]] = {}  # spelling -> dimension and factor
+Powers = tuple[tuple[str, int], ...]
+KNOWN: dict[str, tuple[Powers, Fraction]] = {}  # spelling -> dimensions with their powers, and factor
+PREFIXES = {"k": F(1000), "M": F(10**6), "G": F(10**9), "m": F(1, 1000), "μ": F(1, 10**6), "n": F(1, 10**9)}
+TWO_CAPITALS = frozenset("MN GN MV GV MA GA ML GL".split())  # segments MN, ... rather than units
 
 
-def _define(dimension: str, **factors: tuple[Fraction, str]) -> None:
+def _define(dimensions: str | Powers, **factors: tuple[Fraction, str]) -> None:
+    powers = ((dimensions, 1),) if isinstance(dimensions, str) else dimensions
     for factor, spellings in factors.values():
-        KNOWN.update(dict.fromkeys(spellings.split(), (dimension, factor)))
+        KNOWN.update(dict.fromkeys(spellings.split(), (powers, factor)))
 
 
 _define(
     "length",
     m=(F(1), "m meter meters metre metres"),
-    cm=(F(1, 100), "cm centimeter centimeters centimetre centimetres"),
+    cm=(F(1, 100), "cm CM centimeter centimeters centimetre centimetres"),
     mm=(F(1, 1000), "mm millimeter millimeters millimetre millimetres"),
     dm=(F(1, 10), "dm decimeter decimeters decimetre decimetres"),
-    km=(F(1000), "km kilometer kilometers kilometre kilometres"),
+    km=(F(1000), "km Km KM kilometer kilometers kilometre kilometres"),
     inch=(F(254, 10000), "in in. inch inches"),
-    foot=(F(3048, 10000), "ft ft. foot feet"),
+    foot=(F(3048, 10000), "ft ft. FT foot feet"),
     yard=(F(9144, 10000), "yd yd. yard yards"),
     mile=(F(1609344, 1000), "mi mi. mile miles"),
 )
 _define(
     "mass",
-    g=(F(1), "g gram grams"),
+    g=(F(1), "g gram grams gramme grammes"),
     mg=(F(1, 1000), "mg milligram milligrams"),
-    kg=(F(1000), "kg kilogram kilograms"),
+    kg=(F(1000), "kg Kg KG kilogram kilograms kilogramme kilogrammes"),
     t=(F(1000000), "tonne tonnes"),
     lb=(F(45359237, 100000), "lb lbs pound-mass"),
     oz=(F(28349523125, 1000000000), "oz ounce ounces"),
@@ -48,7 +52,12 @@ _define(
     day=(F(86400), "day days"),
     week=(F(604800), "week weeks"),
 )
-_define("volume", litre=(F(1), "L l liter liters litre litres"), ml=(F(1, 1000), "mL ml milliliter milliliters"))
+_define(
+    (("length", 3),),
+    litre=(F(1, 1000), "L l liter liters litre litres"),
+    ml=(F(1, 10**6), "mL ml milliliter milliliters millilitre millilitres"),
+)
+_define((("length", 1), ("time", -1)), kph=(F(1000, 3600), "kph kmh"), mph=(F(1609344, 3600000), "mph"))
 _define("dollar", dollar=(F(1), "dollar_ dollar dollars USD usd"), cent=(F(1, 100), "cent cents ¢"))
 _define("euro", euro=(F(1), "€ euro euros EUR"))
 _define("pound", pound=(F(1), "£ GBP"))
@@ -67,9 +76,22 @@ _define("voltage", volt=(F(1), "V volt volts"))
 _define("current", ampere=(F(1), "A ampere amperes amp amps"))
 _define("resistance", ohm=(F(1), "Ω ω ohm ohms"))
 _define("watt", watt=(F(1), "W watt watts"), kw=(F(1000), "kW kilowatt kilowatts"))
-_define("hertz", hertz=(F(1), "Hz hertz"))
+_define("hertz", hertz=(F(1), "Hz hz hertz"))
 _define("pressure", pascal=(F(1), "Pa pascal pascals"), kpa=(F(1000), "kPa"))
 _define("amount", mol=(F(1), "mol mole moles"))
+
+
+def _define_prefixed() -> None:
+    """mA, kN, MHz: upper and lower case are different units."""
+    for symbol in "m g s L N J V A Ω W Hz Pa mol".split():
+        dimensions, factor = KNOWN[symbol]
+        for prefix, times in PREFIXES.items():
+            if prefix + symbol not in TWO_CAPITALS:
+                KNOWN.setdefault(prefix + symbol, (dimensions, factor * times))
+
+
+_define_prefixed()
+DIMENSIONS = frozenset(name for powers, _ in KNOWN.values() for name, _ in powers)
 
 PLAIN = frozenset({"unit", "units"})  # say nothing
 NO_NOUN = frozenset(  # words behind a number that change it, join it to another or deny it
@@ -77,9 +99,12 @@ NO_NOUN = frozenset(  # words behind a number that change it, join it to another
     "thirds quarter quarters squared cubed sqrt root roots pi but if is are no nor than more less least most between "
     "approximately about either neither maybe perhaps possibly power factorial modulo mod sin cos tan log ln".split()
 )
-SPELLING = re.compile(r"[A-Za-zΩω°%€£¥¢][A-Za-zΩω.°_]*")
+SPELLING = re.compile(r"[A-Za-zΩωμ°%€£¥¢][A-Za-zΩωμ.°_]*")
+PER_CENT = re.compile(r"per[ -]cent\b", re.I)
+DEGREES_OF = re.compile(r"\b(?:degrees?|deg)\s+(celsius|fahrenheit)\b", re.I)
+UPRIGHT_QUOTIENT = re.compile(r"\\frac\s*\{ ([^{}\d]+) \}\s*\{ ([^{}\d]+) \}$")  # the spaces are those of \text{}
 POWER = re.compile(r"\s*\^\s*(?:\{\s*(-?[1-4])\s*\}|([1-4]))")
-BEGIN = re.compile(r"(?<=[\d.)}\]π!])(?P<gap>\s*)(?:\^\s*\{?\s*(?=°))?(?=[°%€£¥¢ΩωA-Za-z])")
+BEGIN = re.compile(r"(?<=[\d.)}\]π!])(?P<gap>\s*)(?:\^\s*\{?\s*(?=°))?(?=[°%€£¥¢ΩωμA-Za-z])")
 CURRENCY = re.compile(r"(?P<sign>[-+]?)\s*(?P<unit>dollar_|[€£¥])\s*(?P<value>[-+]?[\d.].*)", re.DOTALL)
 SPACE = re.compile(r"\s*")
 POWERS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3, "cu.": 3}
@@ -102,6 +127,7 @@ class Unit:
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
     """A number's text and its unit; (text, None) without one."""
+    text = UPRIGHT_QUOTIENT.sub(r" \1/\2", text)
     money = CURRENCY.fullmatch(text)
     if money:
         return money["sign"] + money["value"], _unit(money["unit"])
@@ -115,15 +141,22 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     return text, None
 
 
+def known_unit(text: str) -> bool:
+    """Whether a clean text is one of the units above and nothing else."""
+    unit = _unit(text)
+    return unit is not None and bool(unit.dimensions) and {name for name, _ in unit.dimensions} <= DIMENSIONS
+
+
 def _may_be_variable(spelling: str) -> bool:
-    """5m without a gap is a product; 5cm is not."""
-    return spelling[0].isalpha() and not spelling[1:2].isalpha()
+    """5m and 5nm without a gap are products; 5cm is not."""
+    return spelling[0].isalpha() and (not spelling[1:2].isalpha() or spelling in ("nm", "ns", "ng"))
 
 
 def _unit(spelling: str) -> Unit | None:
     """The unit in words or signs, as m, cm^2, square feet, km/h, miles per hour, apples; None when it is none."""
-    above, *below = re.split(r"\s*/\s*|\s+per\s+", spelling.strip())
-    if len(below) > 1:
+    spelling = DEGREES_OF.sub(r"\1", PER_CENT.sub("percent", spelling.strip()))
+    above, *below = re.split(r"\s*/\s*|\s+per\s+", spelling)
+    if len(below) > 2:
         return None
     parts = [_product(above, 1)] + [_product(part, -1) for part in below]
     if None in parts:
@@ -157,7 +190,8 @@ def _product(text: str, sign: int) -> tuple[Counter[str], Fraction] | None:
         wanted = 1
         known = KNOWN.get(name) or KNOWN.get(name.lower() if len(name) > 2 else name)
         if known:
-            powers[known[0]] += power * sign
+            for dimension, its_power in known[0]:
+                powers[dimension] += its_power * power * sign
             factor *= known[1] ** (power * sign)
         elif name.lower() not in PLAIN:
             nouns.append(name)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,15 @@ from typing import Any
 import psutil
 
 from grpo_vlm.rewards.channel import Progress, memory_file, receive, send
-from grpo_vlm.rewards.worker import STACK_SIGNAL, Job, Request
+from grpo_vlm.rewards.worker import STACK_END, STACK_SIGNAL, TASKS, Job, Request
 
 SOCKET_TIMEOUT_S = 60.0  # for a message
 EXIT_WAIT_S = 5.0
 NOT_TAKEN = -2  # as a row: the worker has not begun with its task
-STACK_WAIT_S = 0.05
+STACK_WAIT_S = 0.2  # at most; code in C does not let Python write the end of it
+STACK_LOOK_S = 0.01
+OWNER = "GRPO_VLM_REWARD_WORKER"  # environment variable by which all that a worker has started is known
+MOST_SWEEPS = 5
 LOAD_TIMEOUT_S = 300.0
 BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -67,17 +71,17 @@ class Launcher:
         ours, theirs = socket.socketpair()
         ours.settimeout(SOCKET_TIMEOUT_S)
         progress = memory_file()
-        given = (theirs.fileno(), progress, self._job)
+        given, owner = (theirs.fileno(), progress, self._job), uuid.uuid4().hex
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, self._path, str(os.getpid()), *map(str, given)],
-                env={"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | os.environ,
+                env={"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **os.environ, OWNER: owner},
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
                 pass_fds=given,
                 start_new_session=True,  # Ctrl-C is for the trainer; what the function starts is killed with it
             )
-        return RewardProcess(process, ours, Progress(progress))
+        return RewardProcess(process, ours, Progress(progress), owner)
 
     def close(self) -> None:
         """Starts none from here on. Idempotent."""
@@ -90,8 +94,8 @@ class Launcher:
 class RewardProcess:
     """One worker. `ready` once it has loaded the functions; `task` is what it works on, since `began`."""
 
-    def __init__(self, process: subprocess.Popen, connection: socket.socket, progress: Progress):
-        self.process, self.connection, self.progress = process, connection, progress
+    def __init__(self, process: subprocess.Popen, connection: socket.socket, progress: Progress, owner: str):
+        self.process, self.connection, self.progress, self.owner = process, connection, progress, owner
         self.ready, self.taken = False, False
         self.task: Task | None = None
         self.open_rows: list[int] = []  # places in the task that have no result yet
@@ -136,11 +140,17 @@ class RewardProcess:
         return row if self.task is not None and 0 <= row < len(self.task.rows) else None
 
     def stack(self) -> str:
-        """Where its Python code is now, innermost line first; the lines of this package are left out."""
+        """Where its Python code is now, or where its coroutines wait; innermost line first, without the lines of this
+        package."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, STACK_SIGNAL)
-        time.sleep(STACK_WAIT_S)
-        lines = self.progress.stack().splitlines()[1:]
+        until = time.monotonic() + STACK_WAIT_S
+        while STACK_END not in self.progress.stack() and time.monotonic() < until:
+            time.sleep(STACK_LOOK_S)
+        running, _, waiting = self.progress.stack().partition(STACK_END)[0].partition(TASKS)
+        if waiting:
+            return waiting.strip("\n")
+        lines = running.rstrip().splitlines()[1:]
         ours = next((number for number, line in enumerate(lines) if _is_ours(line)), len(lines))
         return "\n".join(lines[:ours])
 
@@ -149,12 +159,13 @@ class RewardProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_WAIT_S if ended else 0.0)
         code = self.process.returncode
-        for child in _descendants(self.process.pid):  # what has left the worker's group, too
+        for child in _descendants(self.process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):  # its group is empty
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(EXIT_WAIT_S)
+        _sweep(self.owner)
         self.connection.close()
         self.progress.close()
         if code is None:
@@ -168,6 +179,26 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _sweep(owner: str) -> None:
+    """Kills what a worker that is gone has left: processes in groups of their own, whose parents have ended. One may
+    start another before it dies, hence several sweeps."""
+    for _ in range(MOST_SWEEPS):
+        left = [process for process in psutil.process_iter() if _owned_by(process, owner)]
+        if not left:
+            return
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=STACK_WAIT_S)
+
+
+def _owned_by(process: psutil.Process, owner: str) -> bool:
+    try:
+        return process.environ().get(OWNER) == owner
+    except psutil.Error:  # gone, a zombie, or of another user
+        return False
 
 
 def _is_ours(line: str) -> bool:

@@ -70,10 +70,13 @@ def _finite(value: Any, where: str, what: str) -> float:
     if _is_array(value) and math.prod(value.shape) == 1:
         value = value.item()
     numpy = sys.modules.get("numpy")
-    numbers = (int, float) if numpy is None else (int, float, numpy.number, numpy.bool_)
+    numbers = (int, float) if numpy is None else (int, float, numpy.integer, numpy.floating, numpy.bool_)
     if not isinstance(value, numbers):
         raise RewardError(f"{where}: {what} must be a number, got {shown(value)}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int of more than 308 digits
+        number = math.inf if value > 0 else -math.inf
     if not math.isfinite(number):
         raise RewardError(f"{where}: {what} is {number}; return a finite number, or None to leave the sample unscored")
     return number

@@ -17,8 +17,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 from grpo_vlm.errors import RewardError
@@ -31,6 +34,9 @@ PR_SET_PDEATHSIG = 1
 GIB = 1 << 30
 STACK_SIGNAL = signal.SIGUSR1
 GRADER = "grpo_vlm.rewards.grade"
+TASKS, STACK_END = "Suspended tasks:", "End of stack."  # lines behind that of faulthandler
+SHOWN_TASKS = 3
+CANCEL_S = 0.1  # for a call at its time-out to leave; one that does not is left behind
 
 
 @dataclass(frozen=True)
@@ -105,11 +111,13 @@ class Worker:
     """The functions, and the connection to the trainer."""
 
     def __init__(self, connection: socket.socket, progress: Progress, job: Job):
-        self.connection, self.progress, self.job = connection, progress, job
+        self.connection, self.progress, self.job, self.pid = connection, progress, job, os.getpid()
         self.loop = asyncio.new_event_loop()  # one for all calls: clients with open connections live across them
         self.rewards: list[Reward] = []
 
     def tell(self, event: Any) -> None:
+        if os.getpid() != self.pid:  # a process that the function forked, and that came back from the function
+            os._exit(0)
         send(self.connection, pickle.dumps(event, protocol=5))
 
     def serve(self) -> None:
@@ -132,6 +140,11 @@ class Worker:
             sys.stdout.flush()
             self.progress.at(-1)
             self.tell(Done(GRADER in sys.modules))
+
+    def write_stack(self, _signal: int, _frame: FrameType | None) -> None:
+        """Behind what faulthandler wrote of this thread: where the coroutines are that the loop waits for."""
+        lines = [] if asyncio.current_task(self.loop) else list(_suspended(self.loop))
+        self.progress.write("\n".join(["", *([TASKS] if lines else []), *lines, STACK_END, ""]))
 
     def _load(self) -> list[Reward]:
         for name, lines in self.job.lines.items():
@@ -181,10 +194,17 @@ class Worker:
             async with limit:
                 self.progress.at(row)
                 began = time.monotonic()
-                try:
-                    returned = await asyncio.wait_for(reward.start([sample]), request.timeout_s)
-                except BaseException as error:
-                    self._tell_raised(reward, row, error, began, time.monotonic() - began >= request.timeout_s)
+                task = asyncio.ensure_future(_outcome(reward, sample))
+                _, late = await asyncio.wait({task}, timeout=request.timeout_s)
+                if late:
+                    where = "\n".join(_waiting(task))
+                    task.cancel()
+                    await asyncio.wait({task}, timeout=CANCEL_S)
+                    self.tell(Raised(row, where, time.monotonic() - began, timed_out=True))
+                    return
+                returned, error = task.result()
+                if error is not None:
+                    self._tell_raised(reward, row, error, began)
                     return
                 score = read_one(reward.name, reward.form, sample, returned)
                 self.tell(Scored(row, [score], time.monotonic() - began))
@@ -195,14 +215,38 @@ class Worker:
     def _settled(self, result: Any) -> Any:
         return self.loop.run_until_complete(_result_of(result)) if inspect.isawaitable(result) else result
 
-    def _tell_raised(
-        self, reward: Reward, row: int | None, error: BaseException, began: float, timed_out: bool = False
-    ) -> None:
+    def _tell_raised(self, reward: Reward, row: int | None, error: BaseException, began: float) -> None:
         """Any exception, SystemExit and KeyboardInterrupt too, is the function's: nothing else runs here."""
         text = reward.user_traceback(error)
         if isinstance(error, MemoryError):
             text += f"\n(worker.reward.memory_limit_gb={self.job.memory_limit_gb:g} is what one worker may take)"
-        self.tell(Raised(row, text, time.monotonic() - began, timed_out))
+        self.tell(Raised(row, text, time.monotonic() - began))
+
+
+def _suspended(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
+    """The lines at which the loop's tasks wait; last the call itself, which waits for the others."""
+    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_coro().__name__ == _result_of.__name__)
+    places = dict.fromkeys("\n".join(_waiting(task)) for task in tasks)  # of tasks that wait at one line, one
+    return islice(filter(None, places), SHOWN_TASKS)
+
+
+def _waiting(task: asyncio.Task) -> Iterator[str]:
+    """The lines at which a task waits, innermost first; Task.get_stack knows the outermost alone."""
+    frames, coroutine = [], task.get_coro()
+    while inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
+        frames.append((coroutine.cr_frame, coroutine.cr_frame.f_lineno))
+        coroutine = coroutine.cr_await
+    for frame in reversed(traceback.StackSummary.extract(frames, lookup_lines=False)):
+        if frame.filename != __file__:
+            yield f'  File "{frame.filename}", line {frame.lineno} in {frame.name}'
+
+
+async def _outcome(reward: Reward, sample: RewardSample) -> tuple[Any, BaseException | None]:
+    """What an asynchronous function returns, or what it raises: SystemExit would end the loop for all others."""
+    try:
+        return await reward.start([sample]), None
+    except BaseException as error:
+        return None, error
 
 
 async def _result_of(awaitable: Any) -> Any:
@@ -238,10 +282,12 @@ def main(parent: int, connection: int, progress: int, job: int) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # what a killed function had printed is not lost
     shared = Progress(progress)
     faulthandler.enable()
-    faulthandler.register(STACK_SIGNAL, file=progress, all_threads=False)
     wanted: Job = pickle.loads(os.pread(job, os.fstat(job).st_size, 0))
+    worker = Worker(socket.socket(fileno=connection), shared, wanted)
+    signal.signal(STACK_SIGNAL, worker.write_stack)
+    faulthandler.register(STACK_SIGNAL, file=progress, all_threads=False, chain=True)
     try:
-        Worker(socket.socket(fileno=connection), shared, wanted).serve()
+        worker.serve()
     except OSError:  # the trainer has ended
         pass
     sys.stdout.flush()

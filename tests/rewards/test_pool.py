@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -190,6 +191,11 @@ def test_a_strict_call_and_the_policy_raise_end_the_run_and_name_the_row(pool, w
     [
         ("[1.0]", r"main must return a list of 3 numbers.*returned 1 \(rows rows:0, rows:1, rows:2\)"),
         ("1.0", "main must return a list of 3 numbers"),
+        ("[1.0, 10**400, 1.0]", "main, row rows:1: the score is inf"),
+        (
+            "[1.0, 1.0, __import__('numpy').complex64(1)]",
+            "main, row rows:2: the score must be a number, got complex64",
+        ),
         ("[1.0, float('nan'), 1.0]", "main, row rows:1: the score is nan"),
         ("[1.0, 1.0, float('inf')]", "main, row rows:2: the score is inf"),
         ("['0.5', 1.0, 1.0]", "main, row rows:0: the score must be a number, got str '0.5'"),
@@ -200,6 +206,34 @@ def test_what_is_no_score_ends_the_run_whatever_the_policy(pool, write, result, 
     reward = pool(write(f"def main(completions):\n    return {result}"))
     with pytest.raises(RewardError, match=message):
         reward(samples(GOLD, GOLD, GOLD))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "[True, False, 1]",
+        "np.array([1.0, 0.0, 1.0])",
+        "[np.float32(1), np.bool_(False), np.int64(1)]",
+        "[torch.tensor(1.0), torch.tensor([0]), torch.tensor(True)]",
+        "torch.tensor([1, 0, 1], dtype=torch.bfloat16)",
+    ],
+)
+def test_numbers_of_other_kinds_are_scores(pool, write, result):
+    library = "torch" if "torch" in result else "numpy as np"
+    reward = pool(write(f"import {library}\ndef main(completions):\n    return {result}"), limits={"timeout_s": 60})
+    assert [score["overall"] for score in reward(samples(GOLD, "5", GOLD))] == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("form", ["single", "loop", "collected"])
+def test_three_hanging_rows_of_a_thousand(pool, write, form):
+    reward = pool(f"{write(HOSTILE)}:{form}")
+    reward.load()
+    answers = ["sleep" if row in (3, 500, 997) else GOLD for row in range(1000)]
+    began = time.perf_counter()
+    found = reward(samples(*answers))
+    assert time.perf_counter() - began < 3 * TIMEOUT_S + 10
+    assert [score is None for score in found] == [answer == "sleep" for answer in answers]
+    assert [fault.row_id for fault in reward.faults] == ["rows:3", "rows:500", "rows:997"]
 
 
 def test_functions_that_cannot_be_loaded_say_so(pool, write):
@@ -250,6 +284,8 @@ def test_asynchronous_functions_run_at_once_in_one_process(pool, write, form):
         assert [score and score["overall"] for score in found] == [1.0, None, 0.0, 1.0]
         assert time.perf_counter() - began < TIMEOUT_S + 5
     assert [fault.row_id for fault in reward.faults] == ["rows:1"] * len(bad_ones)
+    hung = reward.faults[0].text  # where the coroutine waits, not where asyncio does
+    assert re.search(r"it was at\n.* in sleep\n.*reward.py.* in judge", hung) and "selectors" not in hung, hung
 
 
 def test_at_most_so_many_asynchronous_calls_are_in_flight(pool, write):
@@ -347,6 +383,58 @@ else:
 def test_a_function_of_the_main_script_needs_no_second_run_of_it(write):
     ran = subprocess.run([sys.executable, write(NOTEBOOK)], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "[{'overall': 4.5}]\n", ran.stderr
+
+
+LEAVES = """
+import os, subprocess, sys
+
+def main(solution_str, ground_truth):
+    if solution_str == "fork" and os.fork() == 0:
+        return 0.0  # a copy of the worker comes back from the function, too
+    if solution_str in ("leave", "leave and exit"):
+        code = "import os, sys; os.fork() and os._exit(0); os.setsid(); os.execlp('sleep', 'sleep', '3600.5')"
+        subprocess.run([sys.executable, "-c", code])  # a daemon: in a group of its own, its parent gone
+    if solution_str == "leave and exit":
+        os._exit(3)
+    return 1.0
+"""
+LEAVING = """
+import sys
+from grpo_vlm.rewards.forms import RewardSample
+from grpo_vlm.rewards.pool import Limits, RewardPool
+
+reward = RewardPool(sys.argv[1], limits=Limits(num_workers=1))
+print(reward([RewardSample(str(row), text, 1, (1,), "4", [], "") for row, text in enumerate(sys.argv[2:])]))
+"""
+
+
+@pytest.mark.parametrize("answer", ["leave", "leave and exit", "fork"])
+def test_what_a_function_leaves_behind_ends_with_its_worker(write, answer):
+    """The daemon has the script's standard output: while it lives, whoever reads that waits for its end."""
+    arguments = [sys.executable, write(LEAVING, "script.py"), write(LEAVES), "4", answer, "4"]
+    ran = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    bad = None if answer == "leave and exit" else {"overall": 1.0}
+    assert ran.stdout == f"{[{'overall': 1.0}, bad, {'overall': 1.0}]}\n", ran.stderr
+    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "3600.5"]]
+
+
+@pytest.mark.parametrize("answer", ["regex", "child"])
+def test_nothing_is_left_when_the_trainer_is_interrupted(write, answer):
+    trainer = f"""
+        from grpo_vlm.rewards.forms import RewardSample
+        from grpo_vlm.rewards.pool import Limits, RewardPool
+        reward = RewardPool({write(HOSTILE)!r} + ":single", limits=Limits(num_workers=2, timeout_s=600))
+        reward.load()
+        reward([RewardSample(str(row), {answer!r}, 1, (1,), "4", [], "") for row in range(8)])
+    """
+    process = subprocess.Popen([sys.executable, write(trainer, "trainer.py")], stdout=-1, stderr=-1, text=True)
+    assert process.stdout.readline().startswith("grading")
+    time.sleep(0.2)
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert len(started) >= 2
+    process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=20)[1]
+    assert not [one for one in started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at the death of a parent is Linux's")

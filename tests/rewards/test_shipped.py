@@ -36,6 +36,8 @@ def score(spec, response, truth, *, length=1, prompt="", columns=None, images=()
         ("<think>\\boxed{4}", "4", 0, 1),
         ("<think>x</think>\\boxed{4 or 5}", "4", 1, 0),
         ("<think>x</think>\\boxed{5\\text{ cm}}", "5 m", 1, 0),
+        ("<think>x</think>$\\boxed{5}$ cm", "5 m", 1, 0),
+        ("<think>x</think>$\\boxed{5}$ cm", "50 mm", 1, 1),
     ],
 )
 def test_geo3k(response, truth, format_, accuracy):

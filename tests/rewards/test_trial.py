@@ -1,6 +1,7 @@
 """`grpo-vlm reward`: what people see of their function before they train with it."""
 
 import json
+import re
 
 import pytest
 
@@ -52,6 +53,17 @@ def test_completions_of_a_run(place, capsys):
     assert cells(shown, "samples.jsonl")[1:5] == ["3", "0.500", "9.000", "1"]
     assert "slowest: rows.jsonl:0 (samples.jsonl), 2" in shown
     assert "reward.py:score raised on row rows.jsonl:1" in shown and "KeyError" in shown
+
+
+def test_the_slowest_row_may_be_one_that_was_stopped(place, capsys):
+    (place / "samples.jsonl").write_text('"\\\\boxed{48}"\n"hang"\n')
+    hangs = REWARD.replace("0.2)", "0.1)\n        if item['response'] == 'hang':\n            time.sleep(3600)")
+    (place / "reward.py").write_text(hangs)
+    arguments = ["--data", "rows.jsonl", "--completions", "samples.jsonl", "--set", "worker.reward.timeout_s=1"]
+    assert main(["reward", "reward.py:score", *arguments]) == 0
+    shown = capsys.readouterr().out
+    slowest = re.search(r"slowest: rows.jsonl:1 \(timeout\), (\d+)\.\d ms: hang", shown)
+    assert slowest and 1000 <= int(slowest[1]) < 4000, shown
 
 
 @pytest.mark.parametrize(
