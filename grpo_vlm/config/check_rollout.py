@@ -39,6 +39,7 @@ OURS = {
     "max_lora_rank": "worker.actor.model.lora.rank decides it",
     "api_key": f"other users see a command line; the key is random, or ${KEY_VARIABLE}",
     "hf_token": "other users see a command line; set $HF_TOKEN",
+    "uds": "the trainer's requests go to a port",
 } | {
     name: f"worker.rollout.{name} decides it"
     for name in (
@@ -54,6 +55,10 @@ OURS = {
         "data_parallel_size",
     )
 }
+OURS |= dict.fromkeys(
+    ("nnodes", "node_rank", "master_addr", "master_port", "data_parallel_address", "data_parallel_backend"),
+    "the server runs on one machine and its processes meet on 127.0.0.1",
+)
 
 
 def rollout_faults(config: Config, per_node: int, num_nodes: int) -> list[Fault]:
@@ -164,7 +169,11 @@ def address_problem(url: str) -> str:
 
 def is_loopback(url: str) -> bool:
     """Whether an address is this machine's own."""
-    host = urlsplit(url).hostname or ""
+    return is_loopback_host(urlsplit(url).hostname or "")
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether a host, a name or an address, is this machine to itself."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_vlm.config import Config, RolloutConfig, dtype_name
+from grpo_vlm.config.check_rollout import is_loopback_host
 from grpo_vlm.config.values import KEY_VARIABLE
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.hub import model_folder
@@ -25,6 +26,7 @@ from grpo_vlm.rollout.versions import installed, server_options
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 MODEL_NAME = "policy"
+PLUGIN = "grpo_vlm_file_weights"  # file_weights.py, by the name of its entry point
 CPU_SEQUENCES = 512
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 # Batches whose decoding is captured as one CUDA graph; others are padded to the next. vLLM's own list has 51, up to
@@ -153,16 +155,19 @@ def devices(rollout: RolloutConfig, device: str, processes: int) -> tuple[int, i
 
 
 def ignored_on_cpu(config: RolloutConfig) -> list[str]:
-    """The keys that differ from their defaults and that a CPU server does not use."""
+    """The keys that differ from their defaults and that a CPU server does not use. (It has no graphs to compile, so
+    enforce_eager is what it does.)"""
     names = (
         "enable_chunked_prefill",
         "gpu_memory_utilization",
-        "enforce_eager",
         "tensor_parallel_size",
         "data_parallel_size",
         "gpus",
     )
-    return [f"worker.rollout.{name}" for name in names if getattr(config, name) != getattr(RolloutConfig(), name)]
+    ignored = [f"worker.rollout.{name}" for name in names if getattr(config, name) != getattr(RolloutConfig(), name)]
+    if config.placement == "dedicated":
+        ignored.append("worker.rollout.placement = dedicated (there is no GPU that it could have to itself)")
+    return ignored
 
 
 def server_command(settings: ServerSettings, port: int) -> list[str]:
@@ -278,7 +283,7 @@ def server_environment(settings: ServerSettings, api_key: str) -> dict[str, str]
     """The trainer's environment without what the launcher put there for torch.distributed, and with vLLM's
     settings."""
     prefixes = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
-    unwanted = (*LAUNCHER, "VLLM_API_KEY")
+    unwanted = (*LAUNCHER, "VLLM_API_KEY", "VLLM_LOOPBACK_IP")
     inherited = {k: v for k, v in os.environ.items() if k not in unwanted and not k.startswith(prefixes)}
     level = inherited.get("VLLM_LOGGING_LEVEL", "INFO")
     paths = [path for path in (inherited.get("PYTHONPATH"), str(PACKAGE_ROOT)) if path]
@@ -290,9 +295,14 @@ def server_environment(settings: ServerSettings, api_key: str) -> dict[str, str]
         "VLLM_LOGGING_LEVEL": "INFO" if level == "ERROR" else level,  # TRL sets ERROR for itself on import
         "PYTHONPATH": os.pathsep.join(paths),
         "TOKENIZERS_PARALLELISM": "false",
+        # Its processes are on one machine and meet on loopback, wherever requests come from (see also loopback.py).
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
     }
-    if settings.host == "127.0.0.1":
-        environment["VLLM_HOST_IP"] = settings.host
+    if "VLLM_PLUGINS" in inherited:  # the user's choice; without ours the server could not take weights
+        environment["VLLM_PLUGINS"] = ",".join(filter(None, (inherited["VLLM_PLUGINS"], PLUGIN)))
+    if is_loopback_host(settings.host):  # else NCCL may have to reach a trainer on another machine
+        environment["NCCL_SOCKET_IFNAME"] = "lo"
     if settings.lora_rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if settings.device == "cpu":
@@ -309,7 +319,6 @@ def server_environment(settings: ServerSettings, api_key: str) -> dict[str, str]
 def _cpu_environment() -> dict[str, str]:
     return {
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from the API process and the trainer
-        "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_CPU_ATTN_SPLIT_KV": "0",  # otherwise log-probs depend on the order within a batch
         "MKL_CBWR": "AVX2,STRICT",  # and on its size (batch_invariant.py)
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import importlib.metadata
 import os
-import re
 import secrets
 import signal
 import socket
@@ -25,27 +24,20 @@ from pathlib import Path
 import requests
 
 from grpo_vlm.errors import RolloutError
-from grpo_vlm.rollout import versions
-from grpo_vlm.rollout.command import KEY_VARIABLE, MODEL_NAME, ServerSettings, server_command, server_environment
+from grpo_vlm.rollout import diagnosis, versions
+from grpo_vlm.rollout.command import (
+    KEY_VARIABLE,
+    MODEL_NAME,
+    PLUGIN,
+    ServerSettings,
+    server_command,
+    server_environment,
+)
+from grpo_vlm.rollout.guard import end_in_words
 
 GUARD = Path(__file__).with_name("guard.py")
-PLUGIN = "grpo_vlm_file_weights"
-PORT_TAKEN = "address already in use"
 STOP_S = 8.0
-LOG_TAIL = 30
-CAUSE = re.compile(r"\b\w*(Error|Exception): ")  # the first exception in the log; those after it are its consequences
-# What a line of the log says -> what to do about it.
-REMEDIES = {
-    PORT_TAKEN: "set worker.rollout.port to a free port, or to null to have one chosen",
-    "No available memory for the cache": "raise gpu_memory_utilization or lower max_model_len (worker.rollout)",
-    "less than desired GPU memory": "lower worker.rollout.gpu_memory_utilization or free the memory that others use",
-    "KV cache is needed": "raise worker.rollout.cpu_kv_cache_gb or gpu_memory_utilization, or lower max_model_len",
-    "out of memory": "lower worker.rollout.gpu_memory_utilization, max_num_batched_tokens or data.max_pixels",
-    "greater than the derived max_model_len": "lower worker.rollout.max_model_len to what the model supports",
-    "unrecognized arguments": "take out of worker.rollout.engine_kwargs what this vLLM does not know",
-    "in the world of size": "lower tensor_parallel_size or data_parallel_size (worker.rollout)",
-    "undefined symbol": "install the torch release that this vLLM was built for (see requirements/)",
-}
+LOG_TAIL, LOG_READ = 30, 400  # lines: those that are shown, those that are searched for the cause
 
 
 class VLLMServer:
@@ -82,11 +74,10 @@ class VLLMServer:
             if self._wait_ready(started, on_wait):
                 return time.monotonic() - started
             # Somebody else may take a chosen port before the server binds it.
-            if self.settings.port is not None or attempt == 2 or PORT_TAKEN not in self.log_tail(200).lower():
+            taken = diagnosis.PORT_TAKEN in self.log_tail(200).lower()
+            if self.settings.port is not None or attempt == 2 or not taken:
                 break
-        raise RolloutError(
-            self._failure(f"the vLLM server ended with exit code {self.process.returncode} while starting")
-        )
+        raise RolloutError(self._failure(f"the vLLM server {end_in_words(self.process.returncode)} while starting"))
 
     def _launch(self) -> None:
         """Start the guard, which starts vLLM."""
@@ -139,11 +130,12 @@ class VLLMServer:
 
     def _failure(self, what: str) -> str:
         """The message of a failed start: what happened, the likely remedy, the end of the log."""
-        text = self.log_tail(400)
-        remedy = next((advice for sign, advice in REMEDIES.items() if sign.lower() in text.lower()), None)
+        log, given = self.log_tail(LOG_READ), self.settings.engine_kwargs
+        if refused := diagnosis.refused_argument(log, given):
+            return refused
+        remedy, error = diagnosis.likely_remedy(log, given), diagnosis.first_error(log)
         advice = f"Likely remedy: {remedy}." if remedy else "The lines below should say why."
-        causes = [line.strip() for line in text.splitlines() if CAUSE.search(line)]
-        cause = f" First error: {causes[0]}" if causes else ""
+        cause = f" First error: {error}" if error else ""
         return f"{what}. {advice}{cause}\nLast lines of {self.log_path}:\n{self.log_tail()}"
 
     def stop(self) -> None:

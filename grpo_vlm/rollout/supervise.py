@@ -21,7 +21,7 @@ import requests
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.rollout.client import VLLMClient
 from grpo_vlm.rollout.failures import RequestRefused, RequestTimedOut, ServerGone, WeightsLost
-from grpo_vlm.rollout.guard import descendants
+from grpo_vlm.rollout.guard import descendants, end_in_words
 from grpo_vlm.rollout.server import ExternalServer, VLLMServer, loopback_session
 from grpo_vlm.rollout.types import Completion, Request
 
@@ -135,10 +135,7 @@ def ending(guard: subprocess.Popen[bytes] | None) -> str | None:
         code = guard.wait(NOTICE_S)
     except subprocess.TimeoutExpired:
         return None
-    number = -code if code < 0 else 256 - code  # the guard's own end; or that of the server, which it passes on
-    if code < 0 or code > 192:
-        return f"the vLLM server was killed by {signal.Signals(number).name}"
-    return f"the vLLM server has ended with exit code {code}"
+    return f"the vLLM server {end_in_words(code)}"
 
 
 def processor_seconds(root: int) -> float:

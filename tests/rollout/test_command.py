@@ -46,9 +46,12 @@ def rollout(*items):
 
 @pytest.mark.parametrize("settings", [CPU, CUDA])
 def test_no_secret_on_the_command_line_and_loopback_only(settings, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "of somebody else")
+    for name in ("VLLM_API_KEY", "VLLM_LOOPBACK_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "of somebody else")
     command, environment = server_command(settings, 1234), server_environment(settings, "the-key")
     assert value(command, "host") == "127.0.0.1" and environment["VLLM_HOST_IP"] == "127.0.0.1"
+    assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == "lo"
+    assert "VLLM_LOOPBACK_IP" not in environment
     assert environment["GRPO_VLM_ROLLOUT_KEY"] == "the-key" and "VLLM_API_KEY" not in environment
     assert not any("the-key" in part for part in command)
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in environment
@@ -148,7 +151,28 @@ def test_what_a_cpu_server_ignores_is_named():
         f"worker.rollout.{name}"
         for name in ("enable_chunked_prefill", "gpu_memory_utilization", "tensor_parallel_size", "gpus")
     ]
+    assert ignored_on_cpu(rollout("enforce_eager=true")) == []  # what a CPU server does anyway
+    assert ignored_on_cpu(rollout("placement=dedicated", "gpus=[1]")) == [
+        "worker.rollout.gpus",
+        "worker.rollout.placement = dedicated (there is no GPU that it could have to itself)",
+    ]
     assert server_settings(Config(), "cpu", 2).data_parallel_size == 1
+
+
+def test_a_server_for_other_machines_meets_itself_on_loopback_all_the_same(monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")  # NCCL may have to reach a trainer elsewhere
+    environment = server_environment(dataclasses.replace(CUDA, host="0.0.0.0"), "k")
+    assert (environment["VLLM_HOST_IP"], environment["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
+    assert environment["NCCL_SOCKET_IFNAME"] == "eth7"
+
+
+@pytest.mark.parametrize("plugins", [None, "", "lora_filesystem_resolver"])
+def test_a_choice_of_vllms_plugins_has_ours_too(plugins, monkeypatch):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    chosen = server_environment(CPU, "k").get("VLLM_PLUGINS")
+    assert chosen == (None if plugins is None else (plugins + ",grpo_vlm_file_weights").lstrip(","))
 
 
 def test_the_launchers_variables_do_not_reach_the_server(monkeypatch):

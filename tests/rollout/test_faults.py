@@ -19,6 +19,7 @@ from grpo_vlm.cli import guarded
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.rollout import server as server_module
 from grpo_vlm.rollout.command import ServerSettings, server_command
+from grpo_vlm.rollout.guard import SOCKETS
 from grpo_vlm.rollout.supervise import Watchdog
 from tests.rollout import steps
 from tests.rollout.faulty import VARIABLE
@@ -102,26 +103,63 @@ def two_ranks(model_path, tmp_path_factory):
 
 
 TRAINER = """
-import sys, time
+import dataclasses, json, sys, time
 from tests.rollout import steps
 engine = steps.make_engine(sys.argv[1], sys.argv[2], steps.load(sys.argv[1]))
+engine.settings = dataclasses.replace(engine.settings, **json.loads(sys.argv[3]))
 engine.start()
 print(engine.server.process.pid, flush=True)
 time.sleep(600)
 """
 
 
+class Trainer:
+    """A process with an engine, on its way in the background. settings: of its server, other than usual."""
+
+    def __init__(self, model_path, run_dir, **settings):
+        self.place = Path(tempfile.mkdtemp())  # a short name: vLLM's sockets lie in it
+        command = [sys.executable, "-c", TRAINER, str(model_path), str(run_dir), json.dumps(settings)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.place)}
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def server(self):
+        """All processes of its server, the guard first, as soon as it is ready."""
+        lines = (line.strip() for line in self.process.stdout)  # a process id among what the libraries print
+        return steps.server_processes(next(int(line) for line in lines if line.isdigit()))
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def socket_folders(self):
+        return list(self.place.glob(f"{SOCKETS}*"))
+
+    def close(self):
+        self.kill()
+        shutil.rmtree(self.place, ignore_errors=True)
+
+
 @pytest.fixture(scope="module")
 def trainer(model_path, tmp_path_factory):
-    """A process with an engine, on its way in the background; it prints the process id of its server's guard. The
-    second value is the folder of temporary files, whose name must be short: vLLM's sockets lie in it."""
-    place = Path(tempfile.mkdtemp())
-    command = [sys.executable, "-c", TRAINER, str(model_path), str(tmp_path_factory.mktemp("killed"))]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(place)}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    yield process, place
-    process.kill()
-    shutil.rmtree(place, ignore_errors=True)
+    started = Trainer(model_path, tmp_path_factory.mktemp("killed"))
+    yield started
+    started.close()
+
+
+ENGINES = {"data_parallel_size": 2}
+WORKERS = {"tensor_parallel_size": 2, "engine_kwargs": {"distributed_executor_backend": "mp"}}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[ENGINES, pytest.param(ENGINES | WORKERS, marks=pytest.mark.slow)],
+    ids=["engines", "engines-and-workers"],
+)
+def large(request, model_path, tmp_path_factory):
+    """Two engines and their coordinator, and two workers of each."""
+    started = Trainer(model_path, tmp_path_factory.mktemp("large"), **request.param)
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="module")
@@ -283,15 +321,28 @@ def test_killed_while_one_of_two_ranks_generates(run, two_ranks):
 
 
 def test_no_vllm_process_outlives_a_killed_trainer(trainer):
-    process, place = trainer
-    guard = next(int(line) for line in process.stdout if line.strip().isdigit())  # among what the libraries print
-    processes = steps.server_processes(guard)
+    """Not even when the guard has been stopped before: the trainer's end wakes it."""
+    processes = trainer.server()
     assert len(processes) >= 3  # guard, API process, engine
-    assert list(place.glob("grpo_vlm-*/*"))  # vLLM's sockets
-    process.kill()
-    process.wait()
+    assert trainer.socket_folders()
+    processes[0].suspend()
+    trainer.kill()
     assert gone_within(processes, 10)
-    assert not list(place.glob("grpo_vlm-*"))
+    assert not trainer.socket_folders()
+
+
+def test_all_processes_listen_on_loopback_and_none_outlives_trainer_and_guard(large):
+    processes = large.server()
+    kinds = " ".join(process.name() for process in processes)
+    assert "DPCoordinator" in kinds and "EngineCore_DP1" in kinds
+    sockets = [socket for process in processes for socket in process.net_connections("inet")]
+    open_to = {entry.laddr.ip for entry in sockets if entry.status == psutil.CONN_LISTEN or not entry.raddr}
+    assert open_to == {"127.0.0.1"}
+    (folder,) = large.socket_folders()
+    assert folder.stat().st_mode & 0o077 == 0 and list(folder.iterdir())
+    processes[0].kill()
+    large.kill()
+    assert gone_within(processes, 10)
 
 
 def test_a_lost_engine_ends_the_command_with_1(capsys):

@@ -4,11 +4,13 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
@@ -18,6 +20,7 @@ import pytest
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.rollout import versions
 from grpo_vlm.rollout.command import ServerSettings
+from grpo_vlm.rollout.guard import end_in_words
 from grpo_vlm.rollout.server import GUARD, ExternalServer, VLLMServer
 from tests.tiny import tiny_model
 
@@ -77,14 +80,38 @@ def test_a_vllm_of_another_release_is_said_before_anything_starts(settings, tmp_
     assert versions.problem((0, 26)) == versions.problem((0, 31)) == ""
 
 
-def test_a_failing_start_shows_the_log_and_the_remedy(settings, tmp_path):
-    server = VLLMServer(dataclasses.replace(settings, max_model_len=100_000), tmp_path / "vllm.log")
-    with pytest.raises(RolloutError) as caught:
-        server.start()
-    message = str(caught.value)
-    assert "Likely remedy: lower worker.rollout.max_model_len" in message and "vllm.log" in message
-    assert 10 < message.count("\n") <= 40
-    assert server.api_key not in (tmp_path / "vllm.log").read_text()
+UNKNOWN = {"max_nun_seqs": 3, "swap_spaces": [1], "fancy": True}
+
+
+@pytest.fixture(scope="module")
+def failing(settings, tmp_path_factory):
+    """What two servers said that cannot start, side by side, and the second one and its log."""
+    changes = [{"engine_kwargs": UNKNOWN}, {"max_model_len": 100_000}]
+    logs = [tmp_path_factory.mktemp("failing") / "vllm.log" for _ in changes]
+    servers = [VLLMServer(dataclasses.replace(settings, **c), log) for c, log in zip(changes, logs, strict=True)]
+
+    def failure(server):
+        with pytest.raises(RolloutError) as caught:
+            server.start()
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(failure, servers)), servers[1], logs[1]
+
+
+def test_a_failing_start_shows_the_log_and_the_remedy(failing):
+    (_, message), server, log = failing
+    assert message.startswith("the vLLM server ended with exit code 1 while starting. Likely remedy: lower worker.")
+    assert "First error: ModelConfig: User-specified max_model_len (100000) is greater" in message
+    assert str(log) in message and 10 < message.count("\n") <= 40
+    assert server.api_key not in log.read_text()
+
+
+def test_arguments_that_vllm_does_not_know_are_named_in_one_line(failing):
+    (message, _), _, _ = failing
+    key = "worker.rollout.engine_kwargs."
+    start = rf"vLLM 0\.\d+ has no such argument: {key}max_nun_seqs \(did you mean max_num_seqs\?\); {key}swap_spaces"
+    assert re.fullmatch(rf"{start}.*; {key}fancy.*\. Correct or remove it", message)
 
 
 def test_a_slow_start_is_ended_and_names_the_key(settings, tmp_path):
@@ -100,8 +127,23 @@ def test_guard_ends_the_whole_tree_on_sigterm():
     assert wait_until(lambda: len(psutil.Process(guard.pid).children(recursive=True)) == 2, 10)
     tree = psutil.Process(guard.pid).children(recursive=True)
     guard.terminate()
-    guard.wait(8)
+    assert end_in_words(guard.wait(8)) == "was killed by SIGTERM"
     assert gone(tree)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_guard_ends_the_whole_tree_when_the_trainer_is_killed(stopped):
+    start = f"import os, subprocess, sys, time; command = [sys.executable, '-I', {str(GUARD)!r}, str(os.getpid())]\n"
+    start += f"subprocess.Popen([*command, sys.executable, '-c', {TREE!r}]); time.sleep(300)"
+    trainer = subprocess.Popen([sys.executable, "-c", start])
+    assert wait_until(lambda: len(psutil.Process(trainer.pid).children(recursive=True)) == 3, 10)
+    tree = psutil.Process(trainer.pid).children(recursive=True)
+    if stopped:
+        for process in tree:
+            process.suspend()
+    trainer.kill()
+    trainer.wait()
+    assert wait_until(lambda: gone(tree), 8)
 
 
 def test_guard_passes_on_the_exit_code_and_leaves_no_orphan():
@@ -118,6 +160,60 @@ def test_killed_guard_takes_the_server_with_it():
     guard.kill()
     guard.wait()
     assert wait_until(lambda: gone(tree), 5)
+
+
+# Processes as our plugin finds vLLM's. The first forks, in its main thread and in one that ends at once, and spawns.
+FAMILY = """
+import multiprocessing, os, sys, threading, time
+from grpo_vlm.rollout import lifeline
+
+def live(kind):
+    if kind == "spawned":
+        multiprocessing.get_context("fork").Process(target=live, args=["grandchild"]).start()
+    open(os.path.join(sys.argv[1], kind), "w").write(str(os.getpid()))
+    time.sleep(300)
+
+if __name__ == "__main__":
+    lifeline.hold()
+    forked = multiprocessing.get_context("fork").Process
+    forked(target=live, args=["forked"]).start()
+    by_thread = threading.Thread(target=forked(target=live, args=["by a thread"]).start)
+    by_thread.start()
+    by_thread.join()
+    multiprocessing.get_context("spawn").Process(target=live, args=["spawned"]).start()
+    live("first")
+"""
+
+
+def test_killed_guard_takes_children_of_the_server_with_it(tmp_path):
+    script, notes = tmp_path / "family.py", tmp_path / "notes"
+    script.write_text(FAMILY)
+    notes.mkdir()
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-I", GUARD, str(os.getpid()), sys.executable, str(script), str(notes)]
+    guard = subprocess.Popen(command, env=env)
+    assert wait_until(lambda: len([note for note in notes.iterdir() if note.read_text()]) == 5, 60)
+    family = {note.name: psutil.Process(int(note.read_text())) for note in notes.iterdir()}
+    assert not gone([family["by a thread"]])  # its thread has ended, but no parent of it has
+    guard.kill()
+    guard.wait()
+    by_thread = family.pop("by a thread")
+    assert wait_until(lambda: gone(family.values()), 5)
+    by_thread.kill()
+
+
+def test_a_guard_removes_the_folders_of_killed_ones_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    guards = [subprocess.Popen([sys.executable, "-I", GUARD, str(os.getpid()), "sleep", "303"]) for _ in range(2)]
+    assert wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 10)
+    guards[0].kill()
+    guards[0].wait()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert subprocess.run([sys.executable, "-I", GUARD, str(os.getpid()), "true"], timeout=20).returncode == 0
+    assert len(list(tmp_path.iterdir())) == 1  # of the one that runs
+    guards[1].terminate()
+    guards[1].wait(8)
+    assert not list(tmp_path.iterdir())
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -1,4 +1,5 @@
-"""One rank of a run on two, whose server is killed while rank 1 still generates and rank 0 has all of its answers.
+"""One rank of a run on two, whose server is killed while rank 1 still generates and rank 0 has all of its answers. The
+next server falls with its guard.
 
 Started twice by test_faults.py: `python -m tests.rollout.two_ranks MODEL FOLDER` with the launcher's variables. The
 weights are sharded (FSDP), so no rank can give them to the new server alone. Writes rank-N.json and ends with the exit
@@ -7,8 +8,10 @@ code of a lost engine, because the server falls once more than it may.
 
 import json
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator, PartialState
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,17 +36,21 @@ def main(arguments):
     engine.warn = note["warnings"].append
     try:
         engine.start()
-        guard_pid = share(folder, accelerator, engine)
+        guard = share(folder, accelerator, engine)
 
         def kill_server(done):
-            if rank == 1 and done == 1:
-                steps.api_process(guard_pid).kill()
+            if rank == 0:
+                (folder / "answered").touch()
+            elif done == 1:
+                (guard if "answers" in note else steps.api_process(guard.pid)).kill()
 
         engine.sync(model, 1)
         mine = steps.step_requests(engine.processor, 1)[2:] if rank else steps.step_requests(engine.processor, 1)[:1]
+        while rank == 1 and not (folder / "answered").exists():  # rank 0 has its answers before the server falls
+            time.sleep(0.05)
         note["answers"] = steps.plain(engine.generate(mine, kill_server))
         note["metrics"] = engine.metrics()
-        guard_pid = share(folder, accelerator, engine)
+        guard = share(folder, accelerator, engine)
         note["refused"] = refusal(engine, mine, rank)
         note["again"] = steps.plain(engine.generate(mine))
         engine.generate(mine, kill_server)
@@ -56,11 +63,11 @@ def main(arguments):
 
 
 def share(folder, accelerator, engine):
-    """The process id of the server's guard, on both ranks."""
+    """The server's guard, on both ranks."""
     if engine.server is not None:
         (folder / "guard").write_text(str(engine.server.process.pid))
     accelerator.wait_for_everyone()
-    return int((folder / "guard").read_text())
+    return psutil.Process(int((folder / "guard").read_text()))
 
 
 def refusal(engine, requests, rank):
