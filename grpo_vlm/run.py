@@ -6,7 +6,7 @@ reward=my_function).train()
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class Run:
     Args:
         config: a Config, a mapping with nested or dotted keys, or the path of a YAML file.
         overrides: `key=value` items on top of it.
-        train_rows, val_rows: lists of row dicts in place of data.train_files and data.val_files.
+        train_rows, val_rows: row dicts, or a `datasets.Dataset`, in place of data.train_files and data.val_files.
         reward: a function, or several, in place of worker.reward.reward_function.
 
     Raises:
@@ -47,8 +47,9 @@ class Run:
         val_rows: Iterable[Mapping[str, Any]] | None = None,
         reward: Callable | Sequence[Callable] | None = None,
     ):
-        self.train_rows = None if train_rows is None else list(train_rows)
-        self.val_rows = None if val_rows is None else list(val_rows)
+        # a data set stays one: as a list it would hold all its pictures decoded
+        self.train_rows = list(train_rows) if isinstance(train_rows, Iterator) else train_rows
+        self.val_rows = list(val_rows) if isinstance(val_rows, Iterator) else val_rows
         self.reward = reward
         self.config, self.notices = self._read(config, overrides)
 
@@ -94,4 +95,5 @@ class Run:
             session.train()
             before, after = session.validations()
             session.show_end(before, after)
-            return Result(session.folder.path, session.rollout_steps, before, after)
+            done = max(session.resume_step or 0, session.trainer.rollout_step)
+            return Result(session.folder.path, done, before, after)

@@ -51,3 +51,4 @@ def vllm_engine(tmp_path_factory) -> Callable[[str], VLLMEngine]:
 def own_cache(tmp_path_factory) -> None:
     """Tests keep nothing between runs and touch nothing of the user's; their subprocesses likewise."""
     os.environ["GRPO_VLM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["WANDB_MODE"] = "offline"

@@ -91,7 +91,7 @@ def test_the_vllm_server_was_used(finished):
 def test_run_folder(finished):
     folder, records = finished[0].folder, finished[1]
     names = {path.name for path in folder.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "tensorboard", "vllm.log"} <= names
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "tensorboard", "vllm.log", "report.html"} <= names
     assert {"global_step_2", "checkpoint_tracker.json"} <= names and not any(name.endswith(".tmp") for name in names)
     tracker = json.loads((folder / "checkpoint_tracker.json").read_text())
     assert tracker["last_global_step"] == 2 and tracker["last_actor_path"] == "global_step_2/model"
@@ -100,6 +100,19 @@ def test_run_folder(finished):
     assert {"overall", "format", "accuracy"} <= set(samples[0]["scores"])
     first = [sample for sample in samples if sample["step"] == 1]
     assert len({sample["row_id"] for sample in first}) == 16
+    groups = [json.loads(line) for line in (folder / "groups.jsonl").open(encoding="utf-8", newline="\n")]
+    assert [group["step"] for group in groups] == [1] * 6 + [2] * 6
+    by_answer = {(one["step"], one["row_id"], one["response"]): one for one in samples}
+    for group in groups:
+        assert len(group["answers"]) == 4 and [role for role, _ in group["question"]][-1] == "user"
+        assert (
+            all((folder / "pictures" / name).stat().st_size > 100 for name in group["pictures"]) and group["pictures"]
+        )
+        for answer in group["answers"]:
+            sample = by_answer[group["step"], group["row_id"], answer["response"]]
+            assert (answer["scores"], answer["advantage"]) == (sample["scores"], sample["advantage"])
+    report = (folder / "report.html").read_text(encoding="utf-8")
+    assert '"steps":[1,2]' in report and all(group["pictures"][0] in report for group in groups)
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     read_back = [event.value for event in events.Scalars("reward/overall")]

@@ -16,11 +16,13 @@ from grpo_vlm.config.check_algorithm import algorithm_faults, algorithm_notices
 from grpo_vlm.config.check_batch import batch_faults, length_faults, working_sizes
 from grpo_vlm.config.check_files import expand_paths, file_faults, port_faults, required_faults
 from grpo_vlm.config.check_rollout import rollout_faults, rollout_notices
+from grpo_vlm.config.check_sharding import launched, sharding_faults, sharding_notices
 from grpo_vlm.config.faults import Fault, raise_faults
 from grpo_vlm.config.keys import schema_options
 from grpo_vlm.config.load import fill, read_config, walk
 from grpo_vlm.config.options import NEUTRAL, PLANNED, Option
 from grpo_vlm.config.schema import Config
+from grpo_vlm.config.trackers import not_installed
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,10 @@ def _check(config: Config, launch: Launch, found: list[Fault]) -> list[str]:
         *batch,
         *length_faults(config),
         *pair_faults(config),
-        *algorithm_faults(config, launch.world_size),
+        *algorithm_faults(config, launch.world_size, launched(os.environ)),
         *rollout_faults(config, launch.per_node, launch.num_nodes),
         *launch_faults(config, launch),
+        *sharding_faults(config, os.environ),
         *required_faults(config, launch.needs_reward, launch.needs_train_files, launch.has_val_rows),
         *file_faults(config, launch.needs_reward, launch.needs_train_files, launch.has_val_rows),
         *(port_faults(config) if launch.check_port else ()),
@@ -227,6 +230,12 @@ def pair_faults(config: Config) -> list[Fault]:
         "none for 1 each",
     )
     need(bool(trainer.logger), "trainer.logger", lambda: "trainer.logger: is empty; write e.g. [console, file]")
+    gone = not_installed(trainer.logger)
+    need(
+        not gone,
+        "trainer.logger",
+        lambda: f"trainer.logger: not installed here: {', '.join(gone)}; pip install {' '.join(gone)}, or take it out",
+    )
     for key in ("project_name", "experiment_name"):
         name = getattr(trainer, key)
         need(
@@ -274,4 +283,8 @@ def _notices(config: Config, launch: Launch) -> list[str]:
         "trainer.val_before_train has no effect: data.val_files is empty": trainer.val_before_train and not has_val,
         "trainer.save_model_only is true: these checkpoints cannot be resumed": trainer.save_model_only,
     }
-    return [line for line, holds in lines.items() if holds] + algorithm_notices(config) + rollout_notices(config)
+    return [line for line, holds in lines.items() if holds] + [
+        *algorithm_notices(config),
+        *rollout_notices(config),
+        *sharding_notices(config, os.environ),
+    ]

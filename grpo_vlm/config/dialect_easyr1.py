@@ -1,7 +1,7 @@
 """EasyR1's configurations, today's and older ones: our schema has its keys, so that only a few words differ.
 
-What would change a result is never dropped here. Renamed keys are read under their present name; what only Ray or a
-logging service of EasyR1 knows is left out, and a notice says so once.
+What would change a result is never dropped here. Renamed keys are read under their present name; what only Ray
+knows, or a logging service that is not installed, is left out, and a notice says so once.
 """
 
 import os
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_vlm.config.keys import schema_options
 from grpo_vlm.config.layers import Layer, merged, nested
+from grpo_vlm.config.trackers import not_installed
 
 # Keys of older EasyR1 versions and of articles about it -> the key of today.
 RENAMED = {
@@ -36,7 +36,6 @@ EXAMPLES = {
     "examples/reward_function/dapo.py": "rewards/dapo.py",
 }
 LOGGER = "trainer.logger"
-SWANLAB = ("SWANLAB_MODE", "SWANLAB_LOG_DIR")
 
 
 def translate(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
@@ -73,15 +72,15 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def available_loggers(key: str, value: Any, notices: dict[str, None]) -> Any:
-    """The loggers of a list without those that this version does not write to; never an empty list."""
-    option = schema_options()[LOGGER]
+    """The loggers of a list without those whose package is not installed; never an empty list."""
     if not isinstance(value, list):
         return value
-    gone = [name for name in value if isinstance(name, str) and name in option.refused]
+    gone = not_installed([name for name in value if isinstance(name, str)])
     for name in gone:
-        notices[f"{key}: {name} is left out: {option.refused[name]}; metrics.jsonl is always written"] = None
-    if "swanlab" in gone and (named := [name for name in SWANLAB if name in os.environ]):
-        notices[f"{' and '.join(named)}: without effect, as there is no swanlab in this version"] = None
+        notices[
+            f"{key}: {name} is left out: it is not installed (pip install {name}); metrics.jsonl and report.html are "
+            "always written"
+        ] = None
     return [name for name in value if name not in gone] or (["file"] if gone else value)
 
 

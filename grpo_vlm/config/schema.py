@@ -2,19 +2,19 @@
 
 Defaults that differ from EasyR1's, so that launcher and machine decide: worker.rollout.tensor_parallel_size null (1),
 worker.rollout.dtype auto, trainer.logger [console, file, tensorboard], trainer.nnodes and n_gpus_per_node null.
-Keys of our own: data.system_prompt, data.num_workers, and what places, watches and checks worker.rollout's
-server.
+Keys of our own: data.allow_empty_answer, allow_remote_media, on_bad_media, system_prompt, num_workers and the bounds
+of videos, and what places, watches and checks worker.rollout's server.
 The worker's sections are in schema_actor.py and schema_rollout.py.
 """
 
 from dataclasses import dataclass
 
-from grpo_vlm.config.options import NEUTRAL, above, at_least, neutral, off_or_at_least, option, section
+from grpo_vlm.config.options import NEUTRAL, above, above_to, at_least, neutral, off_or_at_least, option, section
 from grpo_vlm.config.schema_actor import ActorConfig, CriticConfig, RefConfig
 from grpo_vlm.config.schema_algorithm import AlgorithmConfig
 from grpo_vlm.config.schema_rollout import RewardConfig, RolloutConfig
+from grpo_vlm.config.trackers import TRACKERS
 
-_TRACKERS = "arrives with the trackers work; use console, file or tensorboard"
 _RAY = "there is no Ray here"
 
 
@@ -42,6 +42,10 @@ class DataConfig:
         "Column with the right answer (a.b: field b of a struct); the reward function gets it as ground_truth. Where "
         "the rows lack it: reward_model.ground_truth, solution or ground_truth.",
     )
+    allow_empty_answer: bool = option(
+        False,
+        "Take rows whose answer is empty, for a reward that does not read ground_truth; false: they are an error.",
+    )
     image_key: str = option(
         "images",
         "Column with the image or list of images (path, bytes, {bytes, path}, base64, data URI or PIL). Where the "
@@ -64,7 +68,7 @@ class DataConfig:
         "counted and listed in the run folder.",
         choices=("error", "skip"),
     )
-    video_fps: float = option(2.0, "Frames taken per second of video.", rule=above(0))
+    video_fps: float = option(2.0, "Frames taken per second of video.", rule=above_to(0, 1000))
     video_min_frames: int = option(4, "Fewest frames taken from a video that has as many.", rule=at_least(2))
     video_max_frames: int = option(768, "Most frames taken from a video.", rule=at_least(2))
     video_min_pixels: int | None = option(
@@ -158,13 +162,17 @@ class TrainerConfig:
         rule=at_least(1),
         common=True,
     )
-    project_name: str = option("easy_r1", "First part of the default run folder, which is all that it names.")
-    experiment_name: str = option("demo", "Second part of the default run folder.")
+    project_name: str = option(
+        "easy_r1", "First part of the default run folder; the project at a service of trainer.logger."
+    )
+    experiment_name: str = option(
+        "demo", "Second part of the default run folder; the run's name at a service of trainer.logger."
+    )
     logger: list[str] = option(
         ["console", "file", "tensorboard"],
-        "Where metrics go. metrics.jsonl and samples.jsonl are always written: file is always on.",
-        choices=("console", "file", "tensorboard"),
-        refused=dict.fromkeys(("wandb", "swanlab", "mlflow"), _TRACKERS),
+        "Where metrics go. The files of the run folder and report.html are always written: file is always on. wandb, "
+        "swanlab, mlflow and trackio need their packages (pip install NAME).",
+        choices=TRACKERS,
     )
     nnodes: int | None = option(
         None, "Machines. null: the launcher's number; set and different from it: an error.", rule=at_least(1)
@@ -193,6 +201,22 @@ class TrainerConfig:
     )
     save_limit: int = option(-1, "Checkpoints kept; the best one is always kept. -1: all.", rule=off_or_at_least(1))
     save_model_only: bool = option(False, "Save no optimizer state; such a checkpoint cannot be resumed.")
+    save_merged: bool = option(
+        True,
+        "With LoRA: write the merged model beside the adapter. false: the adapter alone; grpo-vlm export RUN --merge "
+        "merges it afterwards.",
+    )
+    save_in_background: bool = option(
+        True,
+        "Copy a checkpoint to host memory and write it while training goes on. false: training waits, and 4 GiB of "
+        "host memory are enough.",
+    )
+    collective_timeout_s: float = option(
+        1800.0,
+        "Seconds that a rank may stand still in an update, in log-probs or in a checkpoint; then the run ends and "
+        "names the ranks, their phases and rows.",
+        rule=above(0),
+    )
     save_checkpoint_path: str | None = option(None, "Run folder. null: checkpoints/PROJECT/EXPERIMENT.")
     load_checkpoint_path: str | None = option(
         None, "Checkpoint folder global_step_N to continue from.", example="checkpoints/easy_r1/demo/global_step_25"

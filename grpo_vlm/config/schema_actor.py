@@ -10,13 +10,12 @@ from grpo_vlm.config.options import (
     between,
     from_to_below,
     neutral,
+    off_or_at_least,
     option,
     planned,
     section,
 )
 
-_SHARDING = "the launcher's file in accelerate_configs/ decides the sharding"
-_OFFLOAD = "offloading between phases arrives with the memory work; accelerate_configs/ has a file that offloads"
 LOSSES = (
     "default",
     "gspo",
@@ -51,8 +50,8 @@ class LoraConfig:
     )
     exclude_modules: str | None = option(
         None,
-        "Regular expression of modules that get none. null: those of the vision tower when freeze_vision_tower.",
-        example=".*visual.*",
+        "Regular expression of modules that get none. null: the vision tower with its merger. Empty: no module.",
+        example=".*lm_head.*",
     )
 
 
@@ -88,9 +87,9 @@ class OptimConfig:
     weight_decay: float = option(1e-2, "AdamW's weight decay.", rule=at_least(0))
     strategy: str = option(
         "adamw",
-        "Optimizer. adamw_bf16: states in bf16, with compensated rounding for bf16 weights (fsdp.torch_dtype=bf16); "
-        "not under DeepSpeed.",
-        choices=("adamw", "adamw_bf16"),
+        "Optimizer. adamw_bf16: states in bf16, with compensated rounding for bf16 weights (fsdp.torch_dtype=bf16). "
+        "adamw_8bit: states in 8 bits, by bitsandbytes, on an accelerator. DeepSpeed knows only adamw.",
+        choices=("adamw", "adamw_bf16", "adamw_8bit"),
     )
     lr_warmup_ratio: float = option(
         0.0, "Share of the rollout steps in which the rate rises from 0.", rule=from_to_below(0, 1)
@@ -106,33 +105,42 @@ class OptimConfig:
 
 @dataclass
 class FSDPConfig:
-    """Precision. EasyR1's sharding keys exist, but the launcher's accelerate_configs/ file decides the sharding."""
+    """Precision and sharding. The launcher's accelerate_configs/ file decides the scheme; these keys set what is open
+    in it, and one that contradicts it is refused."""
 
-    enable_full_shard: bool = neutral(True, "Shard parameters as well as gradients and optimizer states.", _SHARDING)
-    enable_cpu_offload: bool = neutral(False, "Keep sharded parameters in CPU memory.", _SHARDING)
-    enable_rank0_init: bool = neutral(True, "Load the weights on the first process only.", _SHARDING)
-    use_orig_params: bool = neutral(False, "Keep the original parameters in FSDP.", _SHARDING)
+    enable_full_shard: bool = option(
+        True,
+        "Drop gathered weights after each layer's forward pass. false: keep them until its backward pass (fsdp2), for "
+        "speed and more memory.",
+    )
+    enable_cpu_offload: bool = option(False, "Keep the divided weights and optimizer states in CPU memory (fsdp2).")
+    enable_rank0_init: bool = option(True, "Load the weights on the first process only and send them out (fsdp2).")
+    use_orig_params: bool = neutral(False, "Keep the original parameters in FSDP.", "FSDP2 always keeps them")
     torch_dtype: str | None = option(
         None,
         "Type of the trained weights. null or float32: float32 masters; bf16: half the memory, coarser updates.",
         choices=("fp32", "float32", "bf16", "bfloat16"),
     )
-    fsdp_size: int = neutral(-1, "Devices per shard group.", _SHARDING)
+    fsdp_size: int = option(-1, "Devices that share the weights. -1: all.", rule=off_or_at_least(1))
     mp_param_dtype: str = option(
         "bf16",
         "Type of the computation. bf16: bf16 autocast on an accelerator (float32 on a CPU); float32: none.",
         choices=("bf16", "bfloat16", "fp32", "float32"),
     )
-    mp_reduce_dtype: str = neutral("fp32", "Type in which gradients are summed over devices.", _SHARDING)
-    mp_buffer_dtype: str = neutral("fp32", "Type of the model's buffers.", _SHARDING)
+    mp_reduce_dtype: str = option(
+        "fp32",
+        "Type in which gradients are summed over devices (fsdp2, zero2, zero3).",
+        choices=("fp32", "float32", "bf16", "bfloat16"),
+    )
+    mp_buffer_dtype: str = neutral("fp32", "Type of the model's buffers.", "buffers keep the type they have")
 
 
 @dataclass
 class OffloadConfig:
     """Moving tensors to CPU memory between the phases of a step."""
 
-    offload_params: bool = neutral(False, "Move the weights to CPU memory between phases.", _OFFLOAD)
-    offload_optimizer: bool = neutral(False, "Move the optimizer states to CPU memory between phases.", _OFFLOAD)
+    offload_params: bool = option(False, "Park the weights in CPU memory while answers are generated.")
+    offload_optimizer: bool = option(False, "Park the optimizer states in CPU memory but for the updates.")
 
 
 @dataclass
@@ -178,6 +186,11 @@ class ActorConfig:
         "of their sums, undivided or by max_response_length (-norm). null: token, or what loss_type implies.",
         choices=AVERAGES,
     )
+    penalty_avg_mode: str | None = option(
+        None,
+        "The same for the KL and entropy terms of the loss. null: as the policy loss is averaged.",
+        choices=AVERAGES,
+    )
     loss_type: str = option(
         "default",
         "Policy loss: default = dual-clip PPO; docs/algorithms.md has all. TRL's names imply their averaging.",
@@ -205,7 +218,12 @@ class ActorConfig:
     dynamic_batching: bool = option(
         True, "Fill each pass to a number of tokens. false: to a number of samples (packed passes only)."
     )
-    ulysses_size: int = planned(1, "Devices that share one sequence.", "no vision-language model runs with it")
+    ulysses_size: int = planned(
+        1,
+        "Devices that share one sequence.",
+        "DeepSpeed's Ulysses needs positions that Qwen-VL's attention is not given (TypeError), and drops the mask "
+        "that packed rows need (docs/launch.md)",
+    )
     use_torch_compile: bool = option(
         True, "Compile the layers of the model (on an accelerator, where the weights are not sharded)."
     )

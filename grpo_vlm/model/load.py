@@ -53,6 +53,10 @@ def load_policy(config: Config, checkpoint: Path | None = None) -> PreTrainedMod
         _freeze_vision(vision_tower(model), tower_too=settings.freeze_vision_tower, merger=settings.freeze_merger)
     if not adapted:
         return model
+    return _carrying_gradients(_with_adapters(config, model, checkpoint))
+
+
+def _with_adapters(config: Config, model: PreTrainedModel, checkpoint: Path | None) -> PeftModel:
     if checkpoint is not None:
         return PeftModel.from_pretrained(model, checkpoint / ADAPTER, is_trainable=True)
     with torch.random.fork_rng():  # the same adapters for the same seed, and on every rank
@@ -60,17 +64,28 @@ def load_policy(config: Config, checkpoint: Path | None = None) -> PreTrainedMod
         return get_peft_model(model, _lora(config))
 
 
+def _carrying_gradients(model: PeftModel) -> PeftModel:
+    """Lets the embedded patches require gradients where the vision tower has adapters. Under ZeRO-3 TRL makes
+    checkpointing reentrant for adapted models, which reaches a block's adapters only if the block's input requires
+    gradients; transformers sees to that for the text embeddings alone."""
+    tower = vision_tower(model)
+    if any(parameter.requires_grad for parameter in tower.parameters()):
+        embedding = next(part for name, part in tower.named_modules() if "patch_embed" in name)
+        embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_(True))
+    return model
+
+
 def _lora(config: Config) -> LoraConfig:
     settings = config.worker.actor.model
     named, left_out = settings.lora.target_modules, settings.lora.exclude_modules
-    if settings.freeze_vision_tower and left_out is None:
+    if left_out is None:
         left_out = ".*(visual|vision_tower).*"
     return LoraConfig(
         r=settings.lora.rank,
         lora_alpha=settings.lora.alpha,
         lora_dropout=0.0,  # the same policy must be scored twice
         target_modules=named.split(",") if "," in named else named,
-        exclude_modules=left_out,
+        exclude_modules=left_out or None,
     )
 
 

@@ -1,6 +1,7 @@
 """Per-token log-probs and entropy of completions under the distribution that the sampler used.
 
-`score_tokens` is the head of the packed form: hidden states in, scores out, logits never held for more than a chunk.
+`score_tokens` is the head of the packed form: hidden states in, scores out, logits never held for more than a chunk;
+`divergence` likewise gives the KL over the whole vocabulary from another model.
 `score_completions` is the plain padded form, one row per sample: the reference that the packed form is tested against
 and the fallback for a model that it does not know.
 
@@ -10,16 +11,19 @@ completion.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_vlm.algorithms import kl
+
 CHUNK_TOKENS = 2048  # tokens whose logits exist at one time: 0.6 GB in bfloat16 with Qwen's vocabulary
 CHUNK_ROWS = 32768  # rows of the weight's gradient that a chunk adds to at one time: 0.3 GB
 CPU_CHUNK_LOGITS = 2**20  # logits at one time on a CPU: they stay in its caches
+FULL_CHUNK_TOKENS = 256  # tokens of which both models' distributions exist at one time: 1 GB in float32
 PADDED_CHUNK_TOKENS = 1024  # the same for the float32 copy that the padded form makes: 0.6 GB
 MASKED = -6e4  # logit of a banned token: its exp is zero, and every dtype holds it
 
@@ -43,16 +47,43 @@ class PaddedBatch:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """log_probs and entropy [B, T] in float32, zero where the batch's mask is zero."""
+    """log_probs, entropy and divergence [B, T] in float32, zero where the batch's mask is zero; no divergence (None)
+    where no reference was given."""
 
     log_probs: Tensor
     entropy: Tensor
+    divergence: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a model's next-token distributions at the scored tokens are made of: head(states [S, H]) are the logits
+    [S, V]. Constants: nothing is differentiated in them."""
+
+    states: Tensor
+    head: nn.Module
+
+
+def outlook_of_completions(model: nn.Module, batch: PaddedBatch) -> Outlook:
+    """Of the S = B x T completion tokens of a padded batch, padding included."""
+    return Outlook(_logits(model, batch).flatten(0, 1), nn.Identity())
+
+
+def _logits(model: nn.Module, batch: PaddedBatch) -> Tensor:
+    """[B, T, V]; position i predicts i + 1."""
+    b, t = batch.targets.shape
+    return model(**batch.inputs, use_cache=False, logits_to_keep=t + 1).logits[:b, :-1]
 
 
 def score_completions(
-    model: nn.Module, batch: PaddedBatch, *, temperature: float, banned_ids: Sequence[int]
+    model: nn.Module,
+    batch: PaddedBatch,
+    *,
+    temperature: float,
+    banned_ids: Sequence[int],
+    reference: Outlook | None = None,
 ) -> TokenScores:
-    """Scores the completion tokens of a padded batch.
+    """Scores the completion tokens of a padded batch. reference: of another model on the same batch.
 
     Logits are divided by `temperature` (the sampler's; 0 means greedy and is scored at 1) and `banned_ids`, which
     the sampler may not draw, are masked before log_softmax.
@@ -60,7 +91,7 @@ def score_completions(
     so wrappers (DDP, DeepSpeed) see one forward.
     """
     b, t = batch.targets.shape
-    logits = model(**batch.inputs, use_cache=False, logits_to_keep=t + 1).logits[:b, :-1]  # position i predicts i + 1
+    logits = _logits(model, batch)
     banned = index_of(banned_ids, logits.device)
     rows = max(1, PADDED_CHUNK_TOKENS // t)
     parts = [
@@ -75,7 +106,31 @@ def score_completions(
         for i in range(0, b, rows)
     ]
     log_probs, entropy = (torch.cat(column).view(b, t) for column in zip(*parts, strict=True))
-    return TokenScores(log_probs * batch.mask, entropy * batch.mask)
+    apart = None
+    if reference is not None:
+        own = Outlook(logits.flatten(0, 1), nn.Identity())
+        apart = divergence(own, reference, temperature=temperature, banned_ids=banned_ids).view(b, t) * batch.mask
+    return TokenScores(log_probs * batch.mask, entropy * batch.mask, apart)
+
+
+def divergence(
+    policy: Outlook,
+    reference: Outlook,
+    *,
+    temperature: float = 1.0,
+    banned_ids: Sequence[int] = (),
+    chunk_tokens: int = FULL_CHUNK_TOKENS,
+) -> Tensor:
+    """KL(policy || reference) [S] over the whole vocabulary, float32 or better, of two models on the same tokens;
+    differentiable in the policy's states and head. `temperature` and `banned_ids` as in `score_completions`."""
+    states = policy.states
+    banned, inverse = index_of(banned_ids, states.device), 1 / (temperature or 1.0)
+
+    def logits(of: Outlook, part: slice) -> Tensor:
+        made = of.head(of.states[part])
+        return made.to(_accumulation(made.dtype)).index_fill(1, banned, MASKED) * inverse
+
+    return kl.full_in_chunks(partial(logits, policy), partial(logits, reference), len(states), chunk_tokens)
 
 
 def score_tokens(
@@ -89,8 +144,9 @@ def score_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy [S], float32, of `targets` [S] after the hidden states [S, H]; both differentiable.
 
-    A plain linear head goes through `ChunkedHead`. Any other (one with a LoRA adapter) is called once per chunk, under
-    checkpointing. `temperature` and `banned_ids` as in `score_completions`.
+    A plain linear head goes through `ChunkedHead`, called as a module where it is a `ScoringHead`. Any other (one with
+    a LoRA adapter) is called once per chunk, under checkpointing. `temperature` and `banned_ids` as in
+    `score_completions`.
     """
     kind = hidden.device.type
     if chunk_tokens is None:
@@ -98,9 +154,10 @@ def score_tokens(
         chunk_tokens = min(CHUNK_TOKENS, in_cache) if kind == "cpu" else CHUNK_TOKENS
     inverse = 1 / (temperature or 1.0)
     banned = index_of(banned_ids, hidden.device)
+    if isinstance(head, ScoringHead):
+        return head(hidden, scoring=(targets, banned, inverse, chunk_tokens))
     if type(head) is nn.Linear and head.bias is None:
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-        return ChunkedHead.apply(hidden, head.weight, targets, banned, inverse, chunk_tokens, dtype)
+        return _chunked(hidden, head.weight, targets, banned, inverse, chunk_tokens)
     parts = [
         checkpoint(
             lambda states, ids: _masked_scores(head(states), ids, banned, inverse),
@@ -112,6 +169,23 @@ def score_tokens(
     ]
     log_probs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
     return log_probs, entropy
+
+
+def _chunked(
+    hidden: Tensor, weight: Tensor, targets: Tensor, banned: Tensor, inverse_temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    return ChunkedHead.apply(hidden, weight, targets, banned, inverse_temperature, chunk_tokens, dtype)
+
+
+class ScoringHead(nn.Linear):
+    """A head without bias that can also score, within one call: FSDP gathers a module's weight when it is called and
+    divides it again afterwards, and knows nothing of a weight that is used without a call."""
+
+    def forward(self, hidden: Tensor, scoring: tuple[Tensor, Tensor, float, int] | None = None) -> Any:
+        """Logits; with `scoring` (targets, banned, inverse temperature, tokens of a chunk) log-probs and entropy."""
+        return super().forward(hidden) if scoring is None else _chunked(hidden, self.weight, *scoring)
 
 
 class ChunkedHead(torch.autograd.Function):

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo_vlm.data.rows import Prompt
 from grpo_vlm.model.attention import ATTENTION, attention_arguments
-from grpo_vlm.model.logprobs import score_tokens
+from grpo_vlm.model.logprobs import Outlook, ScoringHead, divergence, score_tokens
 from grpo_vlm.model.packing import IMAGE, VIDEO, Media, PackedRow
 from grpo_vlm.model.positions import OWN_FAMILIES, video_positions
 from grpo_vlm.model.vision import VISION_ATTENTION, FeatureCache, VisionPlan, encode, pad_mlp_width
@@ -33,6 +34,14 @@ class RowScores(NamedTuple):
 
     log_probs: Tensor
     entropy: Tensor
+
+
+class ComparedScores(NamedTuple):
+    """RowScores with the divergence [S] from a reference, likewise."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    divergence: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +78,9 @@ def form(config: PretrainedConfig) -> tuple[str, str]:
 def enable_packing(model: nn.Module) -> None:
     """Makes `model(packed=row, temperature=..., banned_ids=..., features=...)` return RowScores, in place.
 
-    packed: a PackedRow (on the CPU: it is prepared here) or a PreparedRow. temperature and banned_ids as in
-    `score_completions`. features: a FeatureCache, for a frozen tower. Every other call is the model's own.
+    packed: a PackedRow (on the CPU: it is prepared here) or a PreparedRow. temperature, banned_ids and reference as in
+    `score_completions`; with a reference the call returns ComparedScores, with `states_only` the hidden states [S, H]
+    that predict the targets. features: a FeatureCache, for a frozen tower. Every other call is the model's own.
     The model keeps its class name and configuration, so that checkpoints do not know of it; a deep copy keeps the
     packed forward. Raises ValueError where `form` says "plain".
     """
@@ -80,6 +90,8 @@ def enable_packing(model: nn.Module) -> None:
         raise ValueError(f"{type(base).__name__} cannot be packed: {reason}")
     if not isinstance(base, _Packed):
         base.__class__ = _packed_class(type(base))
+    if type(base.lm_head) is nn.Linear and base.lm_head.bias is None:
+        base.lm_head.__class__ = ScoringHead
     base.model.language_model.config._attn_implementation = ATTENTION
     base.model.visual.config._attn_implementation = VISION_ATTENTION
 
@@ -105,11 +117,16 @@ def _packed_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         temperature: float = 1.0,
         banned_ids: Sequence[int] = (),
         features: FeatureCache | None = None,
+        reference: Outlook | None = None,
+        states_only: bool = False,
         **kwargs: Any,
     ) -> Any:
         if packed is None:
             return base.forward(self, *args, **kwargs)
-        return _score(self, packed, temperature, banned_ids, features)
+        if isinstance(packed, PackedRow):
+            packed = prepare(packed, self.config, self.device)
+        states = _states(self, packed, features)
+        return states if states_only else _score(self, packed.row, states, temperature, banned_ids, reference)
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (_Packed, base), {"forward": forward, **names})
@@ -142,15 +159,8 @@ def prepare(
     )
 
 
-def _score(
-    model: PreTrainedModel,
-    packed: PackedRow | PreparedRow,
-    temperature: float,
-    banned_ids: Sequence[int],
-    cache: FeatureCache | None,
-) -> RowScores:
-    if isinstance(packed, PackedRow):
-        packed = prepare(packed, model.config, model.device)
+def _states(model: PreTrainedModel, packed: PreparedRow, cache: FeatureCache | None) -> Tensor:
+    """[S, H], what the head makes the targets' distributions of."""
     row, inner = packed.row, model.model
     embeddings = inner.get_input_embeddings()(row.ids[None])
     arguments = packed.attention
@@ -169,14 +179,28 @@ def _score(
     states = inner.language_model(
         inputs_embeds=embeddings, position_ids=row.position_ids[:, None], use_cache=False, **arguments
     ).last_hidden_state[0]
-    scores = score_tokens(
-        states.index_select(0, row.predicted),
-        model.lm_head,
-        row.targets,
-        temperature=temperature,
-        banned_ids=banned_ids,
-    )
-    return RowScores(*scores)
+    return states.index_select(0, row.predicted)
+
+
+def _score(
+    model: PreTrainedModel,
+    row: PackedRow,
+    states: Tensor,
+    temperature: float,
+    banned_ids: Sequence[int],
+    reference: Outlook | None,
+) -> RowScores | ComparedScores:
+    options = {"temperature": temperature, "banned_ids": banned_ids}
+    scores = score_tokens(states, model.lm_head, row.targets, **options)
+    if reference is None:
+        return RowScores(*scores)
+    return ComparedScores(*scores, divergence(Outlook(states, model.lm_head), reference, **options))
+
+
+def plain_head(model: nn.Module) -> nn.Module:
+    """The head of a model, without an adapter of its own."""
+    head = base_model(model).lm_head
+    return head.get_base_layer() if isinstance(head, BaseTunerLayer) else head
 
 
 # ---------------------------------------------------------------- prompts

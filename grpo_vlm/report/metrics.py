@@ -7,6 +7,7 @@ do not jump on the steps that do either.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import psutil
 
@@ -21,25 +22,38 @@ def reward_metrics(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {f"reward/{key}": _mean(values) for key, values in _columns(scores).items()}
 
 
+class Spread(NamedTuple):
+    """Of the values at a sample's tokens."""
+
+    low: float
+    mean: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(min(values), math.fsum(values) / len(values), max(values))
+
+
 def critic_metrics(
     scores: Sequence[float],
     rewards: Sequence[float],
-    advantages: Sequence[float],
-    returns: Sequence[float],
+    advantages: Sequence[Spread | None],
+    returns: Sequence[Spread | None],
     response_lengths: Sequence[int],
 ) -> dict[str, float]:
     """critic/{score,rewards,advantages,returns}/{mean,max,min} of one step, one entry per sample in each list.
 
-    `scores` are the reward function's, `rewards` the ones after a KL penalty, if any. Advantages and returns are per
-    token in EasyR1: their means weigh each sample by its response tokens.
+    `scores` are the reward function's, `rewards` the ones after a KL penalty, if any. Advantages and returns are those
+    of all response tokens, as in EasyR1; None for a sample without any.
     """
     result = {**_summary("critic/score", scores), **_summary("critic/rewards", rewards)}
     for name, values in (("critic/advantages", advantages), ("critic/returns", returns)):
-        result.update(_summary(name, values))
-        tokens = sum(response_lengths)
-        if values and tokens:
-            pairs = zip(values, response_lengths, strict=True)
-            result[f"{name}/mean"] = math.fsum(value * length for value, length in pairs) / tokens
+        pairs = [pair for pair in zip(values, response_lengths, strict=True) if pair[0] is not None]
+        if pairs:
+            total = math.fsum(value.mean * length for value, length in pairs)
+            result[f"{name}/mean"] = total / sum(length for _, length in pairs)
+            result[f"{name}/max"] = max(value.high for value, _ in pairs)
+            result[f"{name}/min"] = min(value.low for value, _ in pairs)
     return result
 
 

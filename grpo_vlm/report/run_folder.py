@@ -1,6 +1,7 @@
 """The run folder: the one place where a run's files are written, resumed or refused.
 
-Layout: config.yaml, metrics.jsonl, samples.jsonl, tensorboard/, vllm.log, checkpoint_tracker.json and global_step_N/.
+Layout: config.yaml, metrics.jsonl, samples.jsonl, groups.jsonl, pictures/, report.html, tensorboard/, vllm.log,
+checkpoint_tracker.json and global_step_N/.
 A run may be killed at any moment, so every file is either appended to line by line (flushed and synced) or replaced in
 one step, and a checkpoint is written as global_step_N.tmp and renamed: a folder with the final name is complete. What
 a resumed run does again is moved aside (*.superseded*), never overwritten, and each step stays in metrics.jsonl
@@ -10,23 +11,25 @@ Order within a step that saves: fill `begin_checkpoint(step)`, `append(record)`,
 `prune(limit)`. Then no checkpoint exists whose step is missing from metrics.jsonl.
 """
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
 import socket
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
 from grpo_vlm.errors import ConfigError
+from grpo_vlm.report.checkpoint_tracker import CheckpointTracker
 from grpo_vlm.report.files import (
+    GROUPS_NAME,
+    SHOWN_NAMES,
     append_text,
     free_path,
     read_lines,
@@ -36,26 +39,18 @@ from grpo_vlm.report.files import (
     sync,
     sync_tree,
 )
+from grpo_vlm.report.groups import append_groups
 from grpo_vlm.report.record import StepRecord
 
-CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
+STEP_PREFIX = "global_step_"
+CHECKPOINT_NAME = re.compile(rf"{STEP_PREFIX}(\d+)")
 LOCK_NAME = "run.lock"
 SKIPPED_NAME = "skipped_rows.jsonl"
 FAULTS_NAME = "reward_faults.jsonl"
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "tensorboard", "vllm.log", "checkpoint_tracker.json")
-OWN_NAMES = (*FILES, SKIPPED_NAME, FAULTS_NAME)
+OWN_NAMES = (*FILES, *SHOWN_NAMES, SKIPPED_NAME, FAULTS_NAME)
 SCORE_NAME = "val/reward_score"
 BEFORE_START = -1  # everything on file, the validation before training too, is superseded
-
-
-@dataclass(frozen=True)
-class CheckpointTracker:
-    """What checkpoint_tracker.json holds, under EasyR1's keys; the path is relative, so that a run can be moved."""
-
-    best_global_step: int | None = None
-    best_val_reward_score: float | None = None
-    last_global_step: int | None = None
-    last_actor_path: str | None = None
 
 
 def checkpoint_steps(path: str | Path) -> list[int]:
@@ -77,7 +72,8 @@ class RunFolder:
 
     With write=False (every process but the main one) it knows the paths and its writing methods do nothing.
     `superseded` counts the lines and checkpoints that a resume moved aside, by file name; `config_changes` lists the
-    keys whose values differ from the run that is resumed ("worker.actor.optim.lr: 1e-06 -> 2e-06").
+    keys whose values differ from the run that is resumed ("worker.actor.optim.lr: 1e-06 -> 2e-06"); `unfinished` names
+    checkpoints whose writing or deleting broke off, which were removed.
     """
 
     def __init__(self, path: Path, *, write: bool) -> None:
@@ -85,6 +81,7 @@ class RunFolder:
         self.write = write
         self.superseded: dict[str, int] = {}
         self.config_changes: list[str] = []
+        self.unfinished: list[str] = []
         self.config_path = path / "config.yaml"
         self.metrics_path = path / "metrics.jsonl"
         self.samples_path = path / "samples.jsonl"
@@ -141,7 +138,7 @@ class RunFolder:
         return folder
 
     def append(self, record: StepRecord) -> None:
-        """Writes the record's samples and then its line of metrics, each synced to disk.
+        """Writes the record's samples and groups and then its line of metrics, each synced to disk.
 
         Steps must ascend. No-op with write=False.
         """
@@ -150,9 +147,18 @@ class RunFolder:
         assert record.step > self._last_step, (
             f"step {record.step} after step {self._last_step}: a step is recorded once"
         )
-        if record.samples:
-            append_text(self.samples_path, "".join(sample.to_json() + "\n" for sample in record.samples))
-        append_text(self.metrics_path, record.to_json() + "\n")
+        try:
+            if record.samples:
+                append_text(self.samples_path, "".join(sample.to_json() + "\n" for sample in record.samples))
+            append_groups(self.path, record.groups)
+            append_text(self.metrics_path, record.to_json() + "\n")
+        except OSError as error:
+            steps = self.checkpoints()
+            goes_on = f"goes on from global_step_{steps[-1]}" if steps else "begins again: there is no checkpoint yet"
+            raise ConfigError(
+                f"trainer.save_checkpoint_path: step {record.step} cannot be recorded in {self.path} ({error}). Make"
+                f" room or permit writing; the same command then {goes_on}."
+            ) from error
         self._last_step = record.step
         self.keep()
 
@@ -163,7 +169,8 @@ class RunFolder:
     def close(self) -> None:
         """Gives the folder free for another process. Idempotent."""
         if self._lock is not None:
-            (self.path / LOCK_NAME).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # on a read-only disk it stays, and locks nothing without its process
+                (self.path / LOCK_NAME).unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
@@ -214,28 +221,18 @@ class RunFolder:
             os.replace(temporary, path)
             sync(self.path)
             self.keep()
-            best_step, best_score = _pick_best(self.read_tracker(), {} if score is None else {step: score})
+            best_step, best_score = self.read_tracker().best_of({} if score is None else {step: score})
             self.write_tracker(CheckpointTracker(best_step, best_score, step, f"{path.name}/{model_folder}"))
         return path
 
     def read_tracker(self) -> CheckpointTracker:
-        """What checkpoint_tracker.json says; all None when there is none. Raises ConfigError when it is not one."""
-        if not self.tracker_path.exists():
-            return CheckpointTracker()
-        names = [field.name for field in dataclasses.fields(CheckpointTracker)]
-        try:
-            content = json.loads(self.tracker_path.read_text(encoding="utf-8"))
-            return CheckpointTracker(**{name: content[name] for name in names})
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.tracker_path} is not a checkpoint tracker ({error!r}). Delete it: the checkpoints are found "
-                "without it, and the best is then taken from metrics.jsonl."
-            ) from error
+        """See `CheckpointTracker.read`."""
+        return CheckpointTracker.read(self.tracker_path)
 
     def write_tracker(self, tracker: CheckpointTracker) -> None:
         """Replaces checkpoint_tracker.json in one step. No-op with write=False."""
         if self.write:
-            replace_text(self.tracker_path, json.dumps(dataclasses.asdict(tracker), indent=2) + "\n")
+            tracker.write(self.tracker_path)
 
     def prune(self, save_limit: int) -> list[int]:
         """Deletes all but the newest `save_limit` checkpoints, never the best or the last one; below 1 means no limit.
@@ -264,8 +261,10 @@ class RunFolder:
 
     def _resume(self, resume_step: int) -> None:
         for leftover in self.path.glob("*.tmp"):
+            if leftover.name.startswith(STEP_PREFIX):
+                self.unfinished.append(leftover.name)
             remove(leftover)
-        for path in (self.metrics_path, self.samples_path):
+        for path in (self.metrics_path, self.samples_path, self.path / GROUPS_NAME):
             moved = supersede_lines(path, resume_step)
             if moved:
                 self.superseded[path.name] = moved
@@ -291,7 +290,7 @@ class RunFolder:
         scores = {
             row["step"]: row[SCORE_NAME] for row in rows if row["step"] in steps and row.get(SCORE_NAME) is not None
         }
-        best_step, best_score = _pick_best(tracker, scores)
+        best_step, best_score = tracker.best_of(scores)
         model_folder = Path(tracker.last_actor_path).name if tracker.last_actor_path else "model"
         last_path = f"global_step_{resume_step}/{model_folder}"
         self.write_tracker(CheckpointTracker(best_step, best_score, resume_step, last_path))
@@ -375,14 +374,6 @@ def _take_lock(path: Path) -> TextIO:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
     return lock
-
-
-def _pick_best(tracker: CheckpointTracker, scores: dict[int, float]) -> tuple[int | None, float | None]:
-    best = (tracker.best_global_step, tracker.best_val_reward_score)
-    for step, score in sorted(scores.items()):
-        if best[1] is None or score > best[1]:
-            best = (step, float(score))
-    return best
 
 
 def _list_changes(old: Any, new: Any, key: str = "") -> list[str]:

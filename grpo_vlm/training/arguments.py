@@ -9,11 +9,12 @@ import torch
 from trl import GRPOConfig
 
 from grpo_vlm.config import Config, updates_per_step
+from grpo_vlm.config.check_sharding import FSDP2, ZERO, launched
 
 
-def launched_with_deepspeed() -> bool:
-    """Whether `accelerate launch` started this process for DeepSpeed."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
+def launched_sharded() -> bool:
+    """Whether `accelerate launch` started this process for DeepSpeed or FSDP."""
+    return launched(os.environ).kind in (ZERO, FSDP2)
 
 
 def computes_in_bf16(config: Config) -> bool:
@@ -26,12 +27,17 @@ def has_bf16_weights(config: Config) -> bool:
     return config.worker.actor.fsdp.torch_dtype in ("bf16", "bfloat16")
 
 
+def casts_to_bf16(config: Config) -> bool:
+    """Whether float32 weights are cast for the computation: by autocast, DeepSpeed or FSDP."""
+    return torch.accelerator.is_available() and computes_in_bf16(config) and not has_bf16_weights(config)
+
+
 def training_arguments(config: Config, output_dir: Path, rollout_steps: int, world_size: int) -> GRPOConfig:
     """GRPOConfig for `rollout_steps` steps. Saving, logging and evaluation are ours, so TRL's are switched off; so
     is its reference model (beta 0) and its own generation."""
     actor = config.worker.actor
     on_cpu = not torch.accelerator.is_available()
-    deepspeed = launched_with_deepspeed()
+    sharded = launched_sharded()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # `mp_param_dtype` decides, not the launcher's file
     return GRPOConfig(
         output_dir=str(output_dir),
@@ -49,9 +55,9 @@ def training_arguments(config: Config, output_dir: Path, rollout_steps: int, wor
         max_grad_norm=actor.max_grad_norm,
         gradient_checkpointing=actor.model.enable_gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
-        bf16=not on_cpu and computes_in_bf16(config) and not has_bf16_weights(config),  # autocast, where it casts
-        use_cpu=on_cpu and not deepspeed,
-        accelerator_config={"use_configured_state": on_cpu and deepspeed},
+        bf16=casts_to_bf16(config),
+        use_cpu=on_cpu and not sharded,
+        accelerator_config={"use_configured_state": on_cpu and sharded},
         seed=config.worker.rollout.seed,
         beta=0.0,
         use_vllm=False,

@@ -24,6 +24,7 @@ class Group:
     baseline: score of the prompt's greedy answer, where the estimator asks for it.
     stale: made by earlier weights than the step's.
     rewards [G], advantages [G, t]: given by Credit; a reward is the score, less the KL penalty where that is in it.
+    returns [G, t]: likewise, None where they are the advantages.
     """
 
     prompt: Prompt
@@ -35,6 +36,7 @@ class Group:
     stale: bool = False
     rewards: Tensor | None = None
     advantages: Tensor | None = None
+    returns: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class RolloutBatch:
     @classmethod
     def of(cls, groups: Sequence[Group]) -> "RolloutBatch":
         completions = [completion for group in groups for completion in group.completions]
-        longest = max((len(completion.token_ids) for completion in completions), default=1)
+        longest = max([1, *(len(completion.token_ids) for completion in completions)])
         tokens, sampler_log_probs = torch.zeros(len(completions), longest), torch.zeros(len(completions), longest)
         for row, completion in enumerate(completions):
             tokens[row, : len(completion.token_ids)] = 1
@@ -150,7 +152,7 @@ def pad(samples: Sequence[tuple[Prompt, Completion]], padding: Padding) -> Padde
     """Left-pads prompts and right-pads completions; pixel values are concatenated in the order of the rows. On the
     CPU; without samples only the blank image is left. Videos need `padding.positions`."""
     longest_prompt = max((len(prompt.token_ids) for prompt, _ in samples), default=1)
-    longest = max((len(completion.token_ids) for _, completion in samples), default=1)
+    longest = max([1, *(len(completion.token_ids) for _, completion in samples)])
     images = [(p.pixel_values, p.image_grid_thw) for p, _ in samples if p.pixel_values is not None]
     clips = [clip for prompt, _ in samples for clip in prompt.videos]
     blank = not images and not clips and padding.blank_image is not None

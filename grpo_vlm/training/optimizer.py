@@ -1,12 +1,41 @@
-"""AdamW whose states take two bytes a number, for weights in bf16 (EasyR1's adamw_bf16)."""
+"""The optimizers that torch does not have (`worker.actor.optim.strategy`): AdamW whose states take two bytes a number,
+for weights in bf16 (EasyR1's adamw_bf16), and one byte, by bitsandbytes."""
 
+import importlib.util
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from grpo_vlm.config import Config
+from grpo_vlm.errors import ConfigError
+
 STATE = torch.bfloat16
+
+
+def make_optimizer(config: Config, parameters: Iterable[Tensor]) -> Optimizer | None:
+    """The optimizer of a strategy of ours; None where transformers makes torch's AdamW (fused on an accelerator)."""
+    optim = config.worker.actor.optim
+    settings = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
+    if optim.strategy == "adamw_bf16":
+        return AdamWBF16(parameters, **settings)
+    if optim.strategy == "adamw_8bit":
+        check_8bit()
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(parameters, **settings)
+    return None
+
+
+def check_8bit() -> None:
+    """ConfigError where bitsandbytes is not there or has no device to run on."""
+    key, remedy = "worker.actor.optim.strategy", "or take adamw_bf16, which keeps 6 bytes a weight"
+    if not torch.accelerator.is_available():
+        raise ConfigError(f"{key}: adamw_8bit needs an accelerator and this run is on a CPU; start it on one {remedy}")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{key}: adamw_8bit needs the package bitsandbytes: pip install bitsandbytes, {remedy}")
 
 
 class AdamWBF16(Optimizer):
@@ -54,21 +83,29 @@ class AdamWBF16(Optimizer):
                 state["compensation"] = torch.zeros_like(parameter)
         state["step"] += 1
         first, second = group["betas"]
-        gradient = parameter.grad.float()
-        state["exp_avg"].lerp_(gradient.to(STATE), 1 - first)
-        squares = state["exp_avg_sq"].float().mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        generator = torch.Generator(parameter.device).manual_seed(state["step"] * 1_000_003 + number)
-        state["exp_avg_sq"].copy_(rounded_at_random(squares, generator))
+        exp_avg, exp_avg_sq = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        weight, gradient = local(parameter), local(parameter.grad).float()
+        exp_avg.lerp_(gradient.to(STATE), 1 - first)
+        squares = exp_avg_sq.float().mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        generator = torch.Generator(weight.device).manual_seed(state["step"] * 1_000_003 + number)
+        exp_avg_sq.copy_(rounded_at_random(squares, generator))
         size = squares.div_(1 - second ** state["step"]).sqrt_().add_(group["eps"])
-        step = state["exp_avg"].float().div_(size).mul_(-group["lr"] / (1 - first ** state["step"]))
-        step.add_(parameter, alpha=-group["lr"] * group["weight_decay"])
+        step = exp_avg.float().div_(size).mul_(-group["lr"] / (1 - first ** state["step"]))
+        step.add_(weight, alpha=-group["lr"] * group["weight_decay"])
         if "compensation" not in state:
-            parameter.add_(step)
+            weight.add_(step)
             return
-        step += state["compensation"]
-        before = parameter.float()
-        parameter.add_(step)
-        state["compensation"].copy_(step - (parameter.float() - before))
+        compensation = local(state["compensation"])
+        step += compensation
+        before = weight.float()
+        weight.add_(step)
+        compensation.copy_(step - (weight.float() - before))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 has divided, of another one itself. AdamW goes number by number, so that
+    each rank works on its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.models import prepare_deepspeed
 
 from grpo_vlm.rollout.weights import written
-from grpo_vlm.training.export import export
+from grpo_vlm.training.sharding import divided, fsdp2_frozen
 
 if TYPE_CHECKING:
     from grpo_vlm.training.trainer import GRPOVLMTrainer
@@ -25,7 +25,7 @@ def prepare_reference(trainer: "GRPOVLMTrainer", reference: PreTrainedModel) -> 
     if trainer.is_deepspeed_enabled:
         return prepare_deepspeed(reference, trainer.accelerator)
     if trainer.is_fsdp_enabled:
-        return prepare_fsdp(reference, trainer.accelerator)
+        return fsdp2_frozen(reference, trainer.accelerator)
     return trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
 
@@ -43,15 +43,11 @@ def reference_of(trainer: "GRPOVLMTrainer") -> Iterator[nn.Module]:
 def refresh(trainer: "GRPOVLMTrainer") -> None:
     """Copies the policy's weights into the reference. A collective where weights are sharded."""
     unwrap = trainer.accelerator.unwrap_model
-    pairs = zip(unwrap(trainer.ref_model).parameters(), unwrap(trainer.model_wrapped).parameters(), strict=True)
+    target, source = (divided(unwrap(model)) for model in (trainer.ref_model, trainer.model_wrapped))
+    pairs = zip(target.parameters(), source.parameters(), strict=True)
     for target, source in pairs:
         with written(target, source, trainer.accelerator):
             target.copy_(source)
-
-
-def save_reference(trainer: "GRPOVLMTrainer", state: Path) -> None:
-    """Writes the reference into a checkpoint. A collective where weights are sharded."""
-    export(trainer.ref_model, trainer.accelerator, state / FOLDER)
 
 
 def saved_reference(checkpoint: Path | None) -> Path | None:

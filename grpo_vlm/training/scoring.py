@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,8 +21,8 @@ from grpo_vlm.config import Config
 from grpo_vlm.data.rows import Prompt
 from grpo_vlm.model.cost import Mode, ModelShape, row_bytes, row_seconds
 from grpo_vlm.model.load import vision_tower
-from grpo_vlm.model.logprobs import PaddedBatch, score_completions
-from grpo_vlm.model.packed import form, media_positions, positions_of, prepare
+from grpo_vlm.model.logprobs import Outlook, PaddedBatch, outlook_of_completions, score_completions
+from grpo_vlm.model.packed import form, media_positions, plain_head, positions_of, prepare
 from grpo_vlm.model.packing import (
     IMAGE,
     VIDEO,
@@ -43,12 +44,13 @@ ROW_MULTIPLE = 128  # block of the shared-prefix attention on an accelerator
 @dataclass(frozen=True)
 class Scores:
     """Log-probs and entropy [b, t] in float32 of the samples [b] of a row (numbers in the update), zero outside
-    `mask`."""
+    `mask`; with a reference the divergence from it as well."""
 
     samples: Tensor
     mask: Tensor
     log_probs: Tensor
     entropy: Tensor
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,12 @@ class Scorer(Protocol):
     def blank(self) -> Any:
         """A row without samples that runs every module, for a rank with fewer rows than the others."""
 
-    def score(self, model: nn.Module, row: Any) -> Scores:
-        """One forward pass through `model` itself, so that its wrappers (DDP, DeepSpeed, FSDP) see it."""
+    def score(self, model: nn.Module, row: Any, reference: Outlook | None = None) -> Scores:
+        """One forward pass through `model` itself, so that its wrappers (DDP, DeepSpeed, FSDP) see it. reference:
+        another model's `outlook` of the row."""
+
+    def outlook(self, model: nn.Module, row: Any) -> Outlook:
+        """The next-token distributions of `model` at the row's completion tokens; one forward pass."""
 
 
 def make_scorer(
@@ -189,19 +195,30 @@ class PackedScorer:
         """See Scorer."""
         return build_row([self.nothing], multiple=self.multiple, pad_id=self.padding.pad_id)
 
-    def score(self, model: nn.Module, row: PackedRow) -> Scores:
+    def score(self, model: nn.Module, row: PackedRow, reference: Outlook | None = None) -> Scores:
         """See Scorer."""
         prepared = prepare(row, self.model.config, self.padding.device, self.model.dtype)
         row = prepared.row
         scored = model(
-            packed=prepared, temperature=self.temperature, banned_ids=self.banned_ids, features=self.features
+            packed=prepared,
+            temperature=self.temperature,
+            banned_ids=self.banned_ids,
+            features=self.features,
+            reference=reference,
         )
         return Scores(
             samples=row.samples,
             mask=row.padded(torch.ones_like(scored.log_probs)),
             log_probs=row.padded(scored.log_probs),
             entropy=row.padded(scored.entropy),
+            divergence=None if reference is None else row.padded(scored.divergence),
         )
+
+    def outlook(self, model: nn.Module, row: PackedRow) -> Outlook:
+        """See Scorer."""
+        prepared = prepare(row, self.model.config, self.padding.device, self.model.dtype)
+        states = model(packed=prepared, features=self.features, states_only=True)
+        return Outlook(states, plain_head(extract_model_from_parallel(model)))
 
 
 def prompt_media(prompt: Prompt, merge_size: int) -> tuple[Media, ...]:
@@ -251,8 +268,14 @@ class PlainScorer:
         """See Scorer."""
         return _PlainRow(torch.empty(0, dtype=torch.long), pad([], self.padding))
 
-    def score(self, model: nn.Module, row: _PlainRow) -> Scores:
+    def score(self, model: nn.Module, row: _PlainRow, reference: Outlook | None = None) -> Scores:
         """See Scorer."""
         batch = on_device(row.batch, self.padding.device)
-        scored = score_completions(model, batch, temperature=self.temperature, banned_ids=self.banned_ids)
-        return Scores(row.samples.to(self.padding.device), batch.mask, scored.log_probs, scored.entropy)
+        options = {"temperature": self.temperature, "banned_ids": self.banned_ids, "reference": reference}
+        scored = score_completions(model, batch, **options)
+        samples = row.samples.to(self.padding.device)
+        return Scores(samples, batch.mask, scored.log_probs, scored.entropy, scored.divergence)
+
+    def outlook(self, model: nn.Module, row: _PlainRow) -> Outlook:
+        """See Scorer."""
+        return outlook_of_completions(model, on_device(row.batch, self.padding.device))

@@ -14,25 +14,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_vlm.config import Config, run_folder, to_yaml, updates_per_step
-from grpo_vlm.config.reward_sources import BY_DATA_SOURCE
+from grpo_vlm.config.check_sharding import launched
+from grpo_vlm.config.reward_sources import BY_DATA_SOURCE, check_sources
 from grpo_vlm.data.dataset import PromptDataset
 from grpo_vlm.data.sampler import steps_per_epoch
 from grpo_vlm.errors import ConfigError, DataError, GRPOVLMError, RewardError
 from grpo_vlm.model.load import load_policy, load_processor, load_reference
 from grpo_vlm.report.console import Console
 from grpo_vlm.report.record import Sample, spread
-from grpo_vlm.report.run_folder import BEFORE_START, SKIPPED_NAME, RunFolder, last_checkpoint
+from grpo_vlm.report.run_folder import BEFORE_START, SKIPPED_NAME, RunFolder
 from grpo_vlm.report.trackers import make_trackers
-from grpo_vlm.rewards.by_source import check_rows
 from grpo_vlm.training import checkpoint
-from grpo_vlm.training.arguments import launched_with_deepspeed
+from grpo_vlm.training.optimizer import check_8bit
 from grpo_vlm.training.reference import saved_reference
 from grpo_vlm.training.reward_start import (
     ConstantReward,
@@ -42,6 +40,8 @@ from grpo_vlm.training.reward_start import (
     try_reward,
     wanted_scores,
 )
+from grpo_vlm.training.room import check_room
+from grpo_vlm.training.sharding import described, dividing_while_loading, join_processes
 from grpo_vlm.training.trainer import GRPOVLMTrainer
 
 LAST_LINES = 500
@@ -55,14 +55,6 @@ def quieten() -> None:
     """
     disable_progress_bar()
     logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
-
-
-def join_processes() -> None:
-    """Connects the processes that the launcher started, before the first of them has something to tell."""
-    if torch.accelerator.is_available():
-        PartialState()
-    else:  # Accelerate picks no backend by itself for DeepSpeed on a machine without an accelerator
-        PartialState(cpu=not launched_with_deepspeed(), backend="gloo")
 
 
 class Session:
@@ -84,13 +76,9 @@ class Session:
         self.console = Console(enabled=self.is_main)
         for notice in notices:
             self.console.note(notice)
-        if config.worker.actor.optim.strategy == "adamw_bf16" and launched_with_deepspeed():
-            raise ConfigError(
-                "worker.actor.optim.strategy: adamw_bf16 does not run under DeepSpeed, which shards the states itself;"
-                " take adamw, or another file of accelerate_configs/ (multi_gpu, fsdp2)"
-            )
-        if self.world_size > 1:
-            join_processes()
+        if config.worker.actor.optim.strategy == "adamw_8bit":
+            check_8bit()
+        join_processes(config)
         self.faults = FaultLog(self.console)
         self.reward = start_rewards(config, reward, self.faults)
         self.stack.callback(self.reward.close)
@@ -114,11 +102,19 @@ class Session:
         if config.worker.reward.reward_function == BY_DATA_SOURCE:
             column = config.worker.reward.reward_function_kwargs.get("column", "data_source")
             sets = [rows for rows in (self.train_set, self.val_set) if rows is not None]
-            self._on_main(lambda: [check_rows(rows.source.batches(), column) for rows in sets])
+            self._on_main(lambda: check_sources(value for rows in sets for value in rows.source.column(column)))
         self._on_main(lambda: self._try_reward(processor.tokenizer))
         path = run_folder(config)
-        resume = self._on_main(lambda: checkpoint.find_resume(config, path, last_checkpoint(path)))
-        self.resume_step, self.resume_path = resume or (None, None)
+        resume = self._on_main(lambda: checkpoint.find_resume(config, path))
+        self.resume_step, self.resume_path = (resume.step, resume.path) if resume else (None, None)
+        for warning in resume.warnings if resume else ():
+            self.console.warn(warning)
+        if resume and self.is_main and resume.rows != self.train_set.mark:
+            self.console.warn(
+                f"the training rows are others than those of {resume.path.name} ({resume.rows} then, "
+                f"{self.train_set.mark} now): from here on the order is that of the new ones, so that a row may come "
+                "twice or not at all in this epoch"
+            )
         self._on_main(lambda: self._open_folder(path))
         if not self.is_main:
             self._open_folder(path)
@@ -142,12 +138,15 @@ class Session:
             self.console.note(f"{self.folder.path} has all {self.rollout_steps} steps already; nothing to do.")
             return
         try:
+            if not self.config.trainer.val_only:
+                self._on_main(lambda: check_room(self.trainer))
             if not self.config.trainer.val_only and not (self.config.algorithm.online_filtering and self.resume_step):
                 self.trainer.prompts.prefetch(self.resume_step or 0)  # built while the engine starts
             with self.console.phase("engine"):
                 self.trainer.engine.start()
             state = None if self.resume_path is None else str(self.resume_path / "state")
             self.trainer.train(resume_from_checkpoint=state)
+            self.trainer.saver.close()
         except (ConfigError, DataError, RewardError):  # an engine's failure leaves its log, to be read
             self.folder.abandon()  # removes the folder only when no step was recorded
             raise
@@ -204,9 +203,13 @@ class Session:
         )
         self.stack.callback(self.folder.close)
         self.faults.write_to(self.folder.path)
+        if self.is_main:
+            (self.folder.path / SKIPPED_NAME).unlink(missing_ok=True)  # of a run that is resumed
         if self.skipped and self.is_main:
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.skipped)
             (self.folder.path / SKIPPED_NAME).write_text("".join(lines), encoding="utf-8")
+        for name in self.folder.unfinished:
+            self.console.warn(f"{name}: a checkpoint whose writing broke off was removed")
         for change in self.folder.config_changes:
             self.console.warn(f"changed since the run began: {change}")
         since = (
@@ -277,9 +280,11 @@ class Session:
             trackers.append(ConstantReward(self.console))
         for tracker in trackers:
             self.stack.callback(tracker.close)
+        with dividing_while_loading(config):
+            model, reference = load_policy(config, self.resume_path), self._reference()
         trainer = GRPOVLMTrainer(
             config,
-            model=load_policy(config, self.resume_path),
+            model=model,
             processor=processor,
             train_set=self.train_set,
             val_set=self.val_set,
@@ -289,7 +294,7 @@ class Session:
             console=self.console,
             rollout_steps=self.rollout_steps,
             world_size=self.world_size,
-            reference=self._reference(),
+            reference=reference,
         )
         self.stack.callback(trainer.engine.close)
         self.stack.callback(trainer.pool.close)
@@ -314,6 +319,7 @@ class Session:
                 "steps": f"{self.rollout_steps}" + (f", resumed after {self.resume_step}" if self.resume_step else ""),
                 "rollouts": self.trainer.engine.name,
                 "device": f"{self.trainer.args.device} x {self.world_size}",
+                "sharding": described(config, launched(os.environ), self.world_size),
                 "run folder": str(self.folder.path),
             }
         )

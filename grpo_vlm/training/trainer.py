@@ -33,6 +33,7 @@ from grpo_vlm.data.rows import Prompt
 from grpo_vlm.data.workers import PromptPool, worker_count
 from grpo_vlm.model.packed import compile_layers, form
 from grpo_vlm.report.console import Console
+from grpo_vlm.report.groups import ShownGroup, is_shown
 from grpo_vlm.report.record import StepRecord
 from grpo_vlm.report.run_folder import RunFolder
 from grpo_vlm.report.trackers import ConsoleTracker, Tracker
@@ -47,6 +48,7 @@ from grpo_vlm.training.collect import Collector, sampling
 from grpo_vlm.training.credit import Credit
 from grpo_vlm.training.evaluate import to_samples, validate
 from grpo_vlm.training.exchange import balance
+from grpo_vlm.training.model_files import ModelSettings
 from grpo_vlm.training.observe import (
     GIB,
     Meter,
@@ -63,12 +65,18 @@ from grpo_vlm.training.observe import (
     speed_metrics,
     validation_metrics,
 )
-from grpo_vlm.training.optimizer import AdamWBF16
+from grpo_vlm.training.optimizer import make_optimizer
+from grpo_vlm.training.parking import Parking
 from grpo_vlm.training.plan import RolloutPlan
 from grpo_vlm.training.reference import prepare_reference, reference_of, refresh
 from grpo_vlm.training.rounds import Rounds
+from grpo_vlm.training.saver import Saver
 from grpo_vlm.training.scoring import Scorer, make_scorer
+from grpo_vlm.training.sharding import use_settings
+from grpo_vlm.training.showcase import show
+from grpo_vlm.training.stop import Stop, Stopped
 from grpo_vlm.training.update import Learner, Update
+from grpo_vlm.training.watchdog import CollectiveWatchdog
 
 UNSHARDED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -106,6 +114,7 @@ class GRPOVLMTrainer(GRPOTrainer):
         self.config, self.rollout_steps, self.folder = config, rollout_steps, folder
         self.trackers, self.console = trackers, console
         self.updates_per_step = updates_per_step(config)
+        self.model_settings = ModelSettings(model)
         super().__init__(
             model=model,
             processing_class=processor,
@@ -148,12 +157,19 @@ class GRPOVLMTrainer(GRPOTrainer):
         if reference is not None:
             self.ref_model = prepare_reference(self, reference)
         self.resumed, self.reference_moved = False, False
+        self.saver, self.stop = Saver(config, folder, console), Stop(self.accelerator)
+        self.between: checkpoint.Between | None = None  # before the step in progress
         self.clock, self.meter = Stopwatch(), Meter()
-        self.learner = Learner(config, scorer, self.accelerator, self.meter)
+        self.parking = Parking(config, self.args.device, deepspeed=self.is_deepspeed_enabled)
+        limit_s = config.trainer.collective_timeout_s
+        self.watchdog = CollectiveWatchdog(self.args.process_index, self.args.world_size, limit_s)
+        reference_model = functools.partial(reference_of, self)
+        self.learner = Learner(config, scorer, self.accelerator, self.meter, reference_model, self.watchdog.row)
         self.credit = Credit(config, self.accelerator, self.meter)
         self.rounds = Rounds(config, self.collector, self.prompts, self.accelerator, self._phase)
         self._updates: list[Update] = []
         self._collected: list[Scored] = []  # the samples of the rollout step in progress, of all ranks
+        self._shown: list[ShownGroup] = []  # a few groups of the step in progress
         self._step_metrics: dict[str, float] = {}
         self._synced_step: int | None = None
         self._step_began = time.perf_counter()
@@ -165,10 +181,16 @@ class GRPOVLMTrainer(GRPOTrainer):
         actor = self.config.worker.actor
         if kind == "plain" and actor.padding_free:
             self.console.note(f"worker.actor.padding_free: {reason}")
+        if self.args.device.type == "cpu" and (actor.offload.offload_params or actor.offload.offload_optimizer):
+            self.console.note("worker.actor.offload has no effect on a CPU: everything is in host memory already")
         if actor.use_torch_compile and scorer.compiles and self.unsharded and self.args.device.type == "cuda":
             compile_layers(self.model)
 
     # ---- what the inherited loop calls
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """With what `worker.actor.fsdp` selects."""
+        return use_settings(super()._build_accelerator_args(**kwargs), self.config)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         """Runs to the last rollout step. `resume_from_checkpoint` is the `state` folder of a checkpoint whose model
@@ -176,7 +198,13 @@ class GRPOVLMTrainer(GRPOTrainer):
         self.resumed = bool(resume_from_checkpoint)
         if self.resumed:
             checkpoint.load_loop(self, Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, **kwargs)
+        with self.stop, self.watchdog:
+            try:
+                return super().train(resume_from_checkpoint, **kwargs)
+            except Stopped as stopped:
+                checkpoint.save_stopped(self, stopped.reason)
+            finally:
+                self.saver.settle()
 
     def get_train_dataloader(self) -> DataLoader:
         """One item per optimizer update: the prompts of a rollout step at its first update, nothing at the others.
@@ -185,10 +213,9 @@ class GRPOVLMTrainer(GRPOTrainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """See `worker.actor.optim.strategy`."""
-        optim = self.config.worker.actor.optim
-        if self.optimizer is None and optim.strategy == "adamw_bf16":
+        if self.optimizer is None:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self.optimizer = AdamWBF16(trained, lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay)
+            self.optimizer = make_optimizer(self.config, trained)
         return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
@@ -205,16 +232,16 @@ class GRPOVLMTrainer(GRPOTrainer):
         """All of them: EasyR1 and verl decay norms and biases too, transformers does not."""
         return [name for name, _ in model.named_parameters()]
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restores the states; the settings are the configuration's, which may have changed since."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        optim = self.config.worker.actor.optim
-        self.lr_scheduler.base_lrs = [optim.lr] * len(self.lr_scheduler.base_lrs)
-        rate = optim.lr * learning_rate_factor(self.config, self.rollout_step, self.rollout_steps)
-        self.lr_scheduler._last_lr = [rate] * len(self.lr_scheduler.base_lrs)
-        for group in self.optimizer.param_groups:
-            group |= {"lr": rate, "initial_lr": optim.lr, "betas": tuple(optim.betas)}
-            group["weight_decay"] = optim.weight_decay
+    def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None):
+        """Wraps the model; the optimizer's state comes from our own files under every scheme."""
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if resume_from_checkpoint is not None:
+            checkpoint.load_optimizer(self, Path(resume_from_checkpoint))
+        return prepared
+
+    def _load_rng_state(self, checkpoint_folder: str | None) -> None:
+        if checkpoint_folder is not None:
+            checkpoint.load_rng(self, Path(checkpoint_folder))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clips; a gradient that is not finite is dropped, so that this update leaves the weights as they are."""
@@ -249,7 +276,10 @@ class GRPOVLMTrainer(GRPOTrainer):
         """One optimizer update's gradients. Collects new rollouts first when the last ones are used up."""
         update = self.state.global_step % self.updates_per_step
         if update == 0:
-            self._collect(inputs)
+            self.between = checkpoint.Between.now(self)
+            with self.stop.at_once():
+                self._collect(inputs)
+            self.stop.check()
         chosen = self._updates[update % len(self._updates)]
         if self.learner.selects:
             with self._phase("old"):
@@ -271,7 +301,8 @@ class GRPOVLMTrainer(GRPOTrainer):
         collected, self._collected = self._collected, []
         step, trainer = self.rollout_step, self.config.trainer
         last = step == self.rollout_steps
-        validating = self.val_set is not None and (last or (trainer.val_freq > 0 and step % trainer.val_freq == 0))
+        due = not last and trainer.val_freq > 0 and step % trainer.val_freq == 0 and not self.stop.asked()
+        validating = self.val_set is not None and (last or due)
         record = self._emit(step, collected, validating=validating)
         every = self.config.algorithm.ref_model_sync_steps
         if every is not None and self.ref_model is not None and step % every == 0:
@@ -280,7 +311,7 @@ class GRPOVLMTrainer(GRPOTrainer):
             self.reference_moved = True
         if last or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
             with self._phase("save_checkpoint"):
-                checkpoint.save(self, self.folder, step, score=record.metrics.get("val/reward_score"))
+                checkpoint.save(self, step, score=record.metrics.get("val/reward_score"))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Hands numbers to the callbacks; the record of a step has been written by then."""
@@ -304,14 +335,18 @@ class GRPOVLMTrainer(GRPOTrainer):
     def _collect(self, prompts: list[Prompt]) -> None:
         """Fills `_updates` with new rollouts and `_collected` with their samples."""
         step, config = self.rollout_step + 1, self.config
+        self.parking.park_states(self.model_wrapped, self.optimizer)
         self._sync()
         if self.probe.due(step):
             with self._phase("sync_check"):
                 prompt = max(prompts or self.prompts.some(), key=lambda prompt: bool(prompt.images or prompt.videos))
                 score = functools.partial(self.learner.score_one, self.model_wrapped)
                 self._step_metrics |= self.probe.check(prompt, score, step)
+        self.parking.park_weights(self.model_wrapped)
         groups = self.credit.flag(self.rounds.collect(prompts, step))
+        self.stop.check()
         self.engine.release()
+        self.parking.fetch(self.model_wrapped, self.optimizer)
         self._step_metrics |= self.rounds.metrics
         with self._phase("adv"):
             if not self.credit.in_reward:
@@ -325,7 +360,9 @@ class GRPOVLMTrainer(GRPOTrainer):
             updates = [self.learner.prepare(part) for part in of_updates]
         self._warn_of_memory(updates)
         self._updates = self._with_log_probs(updates)
-        self._collected = self._gather([row for update in self._updates for row in self._samples(update.batch, step)])
+        self._collected = self._gather(
+            [row for update in self._updates for row in self._samples(update.batch, step)], step
+        )
 
     def _warn_of_memory(self, updates: list[Update]) -> None:
         """Says, before the first row runs, that the largest will hardly fit."""
@@ -348,7 +385,7 @@ class GRPOVLMTrainer(GRPOTrainer):
         if self.updates_per_step > 1 or credit.in_reward or learner.corrects or learner.selects:
             with self._phase("old"):
                 needed["old_log_probs"] = [learner.log_probs(self.model_wrapped, update) for update in updates]
-        if not self.config.algorithm.disable_kl:
+        if not self.config.algorithm.disable_kl and not learner.full:
             with self._phase("ref"), reference_of(self) as reference:
                 needed["ref_log_probs"] = [learner.log_probs(reference, update) for update in updates]
         for name, values in needed.items():
@@ -364,7 +401,7 @@ class GRPOVLMTrainer(GRPOTrainer):
     def _with_advantages(self, updates: list[Update]) -> list[Update]:
         """Advantages of rewards less the KL penalty, for the whole rollout batch at once."""
         groups = [group for update in updates for group in update.batch.groups]
-        penalties = [part for update in updates for part in self.learner.penalties(update)]
+        penalties = [part for update in updates for part in self.learner.penalties(self.model_wrapped, update)]
         assigned = iter(self.credit.assign(groups, penalties))
         return [update.of([next(assigned) for _ in update.batch.groups]) for update in updates]
 
@@ -373,7 +410,7 @@ class GRPOVLMTrainer(GRPOTrainer):
     @contextmanager
     def _phase(self, name: str) -> Iterator[Callable[[int, int], None]]:
         """Times a phase of the step and shows it while it lasts; yields a function that shows (done, total)."""
-        with self.clock(name), self.console.phase(name) as show:
+        with self.clock(name), self.console.phase(name) as show, self.watchdog.phase(name):
             yield show
 
     def _emit(self, step: int, collected: list[Scored], *, validating: bool) -> StepRecord:
@@ -394,7 +431,8 @@ class GRPOVLMTrainer(GRPOTrainer):
         seconds["step"], self._step_began = now - self._step_began, now
         if collected:
             metrics |= speed_metrics(collected, seconds, self.args.world_size)
-        record = StepRecord(step, metrics, [row.sample for row in collected + validated], seconds)
+        shown, self._shown = self._shown, []
+        record = StepRecord(step, metrics, [row.sample for row in collected + validated], seconds, shown)
         for tracker in self.trackers:
             tracker.log(record)
         self.log(record.scalars())
@@ -412,8 +450,10 @@ class GRPOVLMTrainer(GRPOTrainer):
             world_size=self.args.world_size,
         )
         samples = to_samples(self.collector, groups, step=step, split="val")
-        mine = placed(samples, groups, [0.0] * len(samples))
-        return in_order(gather_object([mine]) if self.args.world_size > 1 else [mine])
+        mine = placed(samples, groups, [sample.scores.get("overall", 0.0) for sample in samples])
+        ranks = gather_object([mine]) if self.args.world_size > 1 else [mine]
+        self._shown += show(ranks, groups)
+        return in_order(ranks)
 
     def _samples(self, batch: RolloutBatch, step: int) -> list[Placed]:
         """The samples of one update on this rank."""
@@ -421,8 +461,10 @@ class GRPOVLMTrainer(GRPOTrainer):
         samples = to_samples(self.collector, batch.groups, step=step, split="train", advantages=per_sample)
         return placed(samples, batch.groups, batch.rewards.tolist())
 
-    def _gather(self, mine: list[Placed]) -> list[Scored]:
+    def _gather(self, mine: list[Placed], step: int) -> list[Scored]:
         """The samples of all ranks, in the order of their prompts. Notes how even the load is."""
         ranks = gather_object([mine]) if self.args.world_size > 1 else [mine]
         self._step_metrics |= load_metrics(ranks)
+        if is_shown(step, self.rollout_steps):
+            self._shown += show(ranks, [group for update in self._updates for group in update.batch.groups])
         return in_order(ranks)

@@ -8,7 +8,7 @@ Shape legend: B samples of the update on this rank, T longest completion, b and 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from grpo_vlm.training.batch import Group, RolloutBatch
 from grpo_vlm.training.credit import ranks_of
 from grpo_vlm.training.observe import Meter
 from grpo_vlm.training.scoring import Scorer, Scores, Work
+from grpo_vlm.training.sharding import divided
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class Update:
         """The same update with these tensors in its batch."""
         return dataclasses.replace(self, batch=dataclasses.replace(self.batch, **tensors))
 
+    def row_name(self, number: int) -> str:
+        """Which row, and which data rows are in it."""
+        groups = sorted({self.batch.group_ids[sample] for sample in self.rows[number].samples.tolist()})
+        names = ", ".join(self.batch.groups[group].prompt.row_id for group in groups) or "blank"
+        return f"row {number + 1} of {len(self.rows)} ({names})"
+
     def of(self, groups: Sequence[Group]) -> "Update":
         """The same update with its groups' rewards and advantages from these."""
         batch, device = RolloutBatch.of(groups), self.batch.mask.device
@@ -60,12 +67,25 @@ class Update:
 class Learner:
     """Log-probs and gradients; knows nothing of rollouts, rewards, steps or files."""
 
-    def __init__(self, config: Config, scorer: Scorer, accelerator: Accelerator, meter: Meter):
+    def __init__(
+        self,
+        config: Config,
+        scorer: Scorer,
+        accelerator: Accelerator,
+        meter: Meter,
+        reference: Callable[[], AbstractContextManager[nn.Module]] | None = None,
+        on_row: Callable[[str], None] = lambda text: None,
+    ):
+        """on_row: told which row comes next."""
         self.config, self.scorer, self.accelerator, self.meter = config, scorer, accelerator, meter
+        self.reference = reference
+        self.on_row = on_row
         algorithm, actor = config.algorithm, config.worker.actor
         self.loss_type, self.avg_mode = losses.resolve_loss(actor.loss_type, actor.loss_avg_mode)
+        self.penalty_mode = actor.penalty_avg_mode or self.avg_mode
         self.selects = self.loss_type in SELECTING
         self.kl_in_loss = not algorithm.disable_kl and algorithm.use_kl_loss
+        self.full = not algorithm.disable_kl and algorithm.kl_penalty == "full"
         self.corrects = algorithm.rollout_is != "none"
         # A sample of zero advantage adds exactly nothing to the gradient where neither KL nor entropy is in it. The
         # choice of clip_cov and kl_cov is made among all tokens.
@@ -113,9 +133,11 @@ class Learner:
     def log_probs(self, model: nn.Module, update: Update) -> Tensor:
         """[B, T] under `model`, without gradient; zero for groups without one."""
         result = torch.zeros_like(update.batch.tokens)
-        for row in update.rows:
+        for number, row in enumerate(update.rows):
+            self.on_row(update.row_name(number))
             scores = self.scorer.score(model, row)
             result[scores.samples, : scores.mask.shape[1]] = scores.log_probs
+        divided(model)
         return result
 
     def compare_with_sampler(self, update: Update) -> None:
@@ -131,10 +153,27 @@ class Learner:
         self.meter.mean("rollout/logprob_diff/mean", difference.sum(), mask.sum())
         self.meter.maximum("rollout/logprob_diff/max", difference.max() if difference.numel() else difference.sum())
 
-    def penalties(self, update: Update) -> list[Tensor]:
-        """KL of the old log-probs from the reference's, per token [G, t], for each group of the update."""
+    def penalties(self, model: nn.Module, update: Update) -> list[Tensor]:
+        """KL of the old policy from the reference, per token [G, t], for each group of the update. model: the old
+        policy."""
         batch = update.batch
-        return batch.cut(kl.estimate(self.config.algorithm.kl_penalty, batch.old_log_probs, batch.ref_log_probs))
+        if not self.full:
+            return batch.cut(kl.estimate(self.config.algorithm.kl_penalty, batch.old_log_probs, batch.ref_log_probs))
+        result = torch.zeros_like(batch.tokens)
+        for row in update.rows:
+            with torch.no_grad():
+                scores = self._score(model, row)
+            result[scores.samples, : scores.mask.shape[1]] = scores.divergence
+        return batch.cut(result)
+
+    def _score(self, model: nn.Module, row: Any) -> Scores:
+        """Where the KL is taken over the whole vocabulary, with the divergence from the reference: its distributions
+        are too large to keep, so it sees each row right before the policy does."""
+        if not self.full:
+            return self.scorer.score(model, row)
+        with torch.no_grad(), self.reference() as reference:
+            outlook = self.scorer.outlook(reference, row)
+        return self.scorer.score(model, row, outlook)
 
     def corrected(self, update: Update) -> Update:
         """With importance weights against the sampler, from the old log-probs. A collective."""
@@ -186,7 +225,9 @@ class Learner:
         """Log-probs of one completion, a collective where weights are sharded."""
         batch = RolloutBatch.of([Group(prompt, (completion,), ({},))])
         (row,) = self.scorer.rows(batch, [0])
-        return self.scorer.score(model, row).log_probs[0].tolist()
+        log_probs = self.scorer.score(model, row).log_probs[0].tolist()
+        divided(model)
+        return log_probs
 
     # ---- gradients
 
@@ -197,13 +238,16 @@ class Learner:
         """
         model.train()
         deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        # ZeRO and FSDP2 reduce after each row, so that no rank ever holds a whole gradient
+        reduces = deepspeed or self.accelerator.is_fsdp2
         options = {"scale_wrt_gas": False} if deepspeed else {}
         total = torch.zeros((), device=self.accelerator.device)
         for number, row in enumerate(update.rows):
             last = number == len(update.rows) - 1
+            self.on_row(update.row_name(number))
             self.accelerator.gradient_state._set_sync_gradients(last)
-            with nullcontext() if last or deepspeed else self._local(model):
-                loss = self.loss(update, self.scorer.score(model, row), unmoved)
+            with nullcontext() if last or reduces else self._local(model):
+                loss = self.loss(update, self._score(model, row), unmoved)
                 # the ranks' gradients are averaged, but each loss is already a share of the global mean
                 self.accelerator.backward(loss * self.accelerator.num_processes, **options)
             total += loss.detach()
@@ -246,18 +290,24 @@ class Learner:
         entropy = losses.average(scores.entropy.detach(), mask, "token", update.scored)
         metrics |= {"pg_loss": loss.detach(), "entropy": entropy}
         if actor.entropy_coeff:
-            loss = loss - actor.entropy_coeff * losses.average(scores.entropy, mask, self.avg_mode, update.whole)
+            loss = loss - actor.entropy_coeff * losses.average(scores.entropy, mask, self.penalty_mode, update.whole)
         if self.kl_in_loss:
-            loss = loss + self._kl_loss(log_probs, of_row(batch.ref_log_probs), mask, update.whole, metrics)
+            loss = loss + self._kl_loss(scores, of_row(batch.ref_log_probs), mask, update.whole, metrics)
         self.meter.share({f"actor/{name}": value for name, value in metrics.items()})
         return loss
 
     def _kl_loss(
-        self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, whole: Denominators, metrics: dict[str, Tensor]
+        self,
+        scores: Scores,
+        ref_log_probs: Tensor | None,
+        mask: Tensor,
+        whole: Denominators,
+        metrics: dict[str, Tensor],
     ) -> Tensor:
-        algorithm = self.config.algorithm
-        per_token = kl.estimate(algorithm.kl_penalty, log_probs, ref_log_probs)
-        divergence = losses.average(per_token, mask, self.avg_mode, whole)
+        algorithm, per_token = self.config.algorithm, scores.divergence
+        if not self.full:
+            per_token = kl.estimate(algorithm.kl_penalty, scores.log_probs, ref_log_probs)
+        divergence = losses.average(per_token, mask, self.penalty_mode, whole)
         metrics["kl_loss"] = divergence.detach()
         self.meter.add("actor/kl_coef", torch.tensor(algorithm.kl_coef))
         return algorithm.kl_coef * divergence

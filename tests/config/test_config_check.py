@@ -70,7 +70,7 @@ def test_the_keys_that_do_not_work_yet_are_the_known_ones() -> None:
     [
         ("algorithm.adv_estimator=gae", "gae is not available in this version: needs a value model"),
         ("algorithm.adv_estimator=gpro", "gpro is not a valid value (did you mean grpo?). Valid: grpo"),
-        ("algorithm.kl_penalty=full", "full is not available in this version: needs the reference model's log-prob"),
+        ("algorithm.kl_penalty=fulll", "fulll is not a valid value (did you mean full?). Valid: kl, abs, mse"),
         ("worker.actor.loss_type=gspoo", "gspoo is not a valid value (did you mean gspo?). Valid: default, gspo"),
         ("worker.actor.loss_avg_mode=tokens", "tokens is not a valid value (did you mean token?). Valid: token, seq"),
         ("worker.actor.strategy=ddp", "ddp is not a valid value"),
@@ -125,6 +125,7 @@ def test_what_works_is_accepted_without_a_notice(item: str, notices: Check) -> N
         ("data.rollout_batch_size=0", "at least 1"),
         ("data.max_prompt_length=0", "at least 1"),
         ("data.seed=-1", "at least 0"),
+        ("data.video_fps=1e300", "above 0 and at most 1000"),
         ("algorithm.kl_coef=-0.1", "at least 0"),
         ("worker.actor.global_batch_size=0", "at least 1"),
         ("worker.actor.micro_batch_size_per_device_for_update=-2", "at least 1"),
@@ -275,7 +276,28 @@ def test_a_config_changed_in_place_is_checked_and_put_into_its_types(folder: obj
 @pytest.mark.parametrize(
     ("items", "start"),
     [
-        (["algorithm.disable_kl=true", "algorithm.use_kl_loss=true"], "algorithm.use_kl_loss has no effect"),
+        (
+            ["algorithm.disable_kl=true", "algorithm.use_kl_loss=true", "algorithm.kl_type=adaptive"],
+            "algorithm.use_kl_loss, kl_type: no effect, algorithm.disable_kl is true",
+        ),
+        (["algorithm.kl_target=0.2"], "algorithm.kl_horizon and kl_target have no effect"),
+        (["algorithm.rollout_is_threshold=3"], "algorithm.rollout_is_mode and its thresholds have no effect"),
+        (
+            ["algorithm.mask_truncated_completions=true", "algorithm.overlong_filtering=true"],
+            "algorithm.mask_truncated_completions has no effect",
+        ),
+        (["trainer.max_try_make_batch=3"], "trainer.max_try_make_batch has no effect"),
+        (["worker.actor.penalty_avg_mode=seq"], "worker.actor.penalty_avg_mode has no effect"),
+        (["worker.actor.tau_positive=2"], "worker.actor.tau_positive: no effect with loss_type default"),
+        (
+            ["worker.actor.loss_type=sapo", "worker.actor.clip_ratio_low=0.1", "worker.actor.clip_ratio_high=0.1"],
+            "worker.actor.clip_ratio_low, clip_ratio_high: no effect with loss_type sapo",
+        ),
+        (
+            ["worker.actor.loss_type=cispo", "worker.actor.clip_ratio_dual=null"],
+            "worker.actor.clip_ratio_dual: no effect with loss_type cispo",
+        ),
+        (["worker.actor.kl_cov_coef=2"], "worker.actor.kl_cov_coef: no effect with loss_type default"),
         (
             ["worker.actor.optim.lr_warmup_steps=3", "worker.actor.optim.lr_warmup_ratio=0.1"],
             "worker.actor.optim.lr_warmup_ratio has no effect",
@@ -288,6 +310,18 @@ def test_a_config_changed_in_place_is_checked_and_put_into_its_types(folder: obj
 def test_settings_that_surprise_get_a_notice(items: list[str], start: str, notices: Check) -> None:
     (text,) = notices(*items)
     assert text.startswith(start)
+
+
+@pytest.mark.parametrize("launcher", ["FSDP", "DEEPSPEED"])
+def test_full_kl_is_refused_where_a_process_has_parts_of_the_models(
+    launcher: str, notices: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert notices("algorithm.kl_penalty=full") == []
+    monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ConfigError, match=r"kl_penalty: full needs .* the launcher started .* take low_var_kl"):
+        notices("algorithm.kl_penalty=full")
+    assert not any("kl_penalty: full" in line for line in notices("algorithm.disable_kl=true"))
 
 
 def test_the_home_directory_is_put_in_once_all_is_sound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

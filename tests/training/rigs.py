@@ -26,9 +26,9 @@ def rows(count: int) -> list[dict]:
     return made
 
 
-def settings(root: Path, folder: Path, **changes) -> Config:
-    """A checked configuration: 4 prompts x 4 answers, at most 8 tokens, float32."""
-    values = {
+def values(root: Path, folder: Path, **changes) -> dict:
+    """Keys and values: 4 prompts x 4 answers, at most 8 tokens, float32."""
+    return {
         "data.prompt_key": "problem",
         "data.min_pixels": 3136,
         "data.max_pixels": 50176,
@@ -50,7 +50,12 @@ def settings(root: Path, folder: Path, **changes) -> Config:
         "trainer.save_checkpoint_path": str(folder),
         **changes,
     }
-    config, _ = load_and_check(None, (), values, needs_train_files=False, needs_reward=False, has_val_rows=True)
+
+
+def settings(root: Path, folder: Path, **changes) -> Config:
+    """A checked configuration of `values`."""
+    given = values(root, folder, **changes)
+    config, _ = load_and_check(None, (), given, needs_train_files=False, needs_reward=False, has_val_rows=True)
     return config
 
 

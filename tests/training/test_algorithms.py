@@ -1,6 +1,5 @@
 """Every loss, estimator and filter through the trainer's own parts: the tiny model, real rollouts, real gradients."""
 
-import copy
 import dataclasses
 
 import pytest
@@ -13,65 +12,15 @@ from grpo_vlm.config import check_algorithm
 from grpo_vlm.config.schema_actor import LOSSES as LOSS_NAMES
 from grpo_vlm.config.schema_actor import TRL_LOSSES
 from grpo_vlm.config.schema_algorithm import ESTIMATORS, KL_ESTIMATORS
-from grpo_vlm.errors import ConfigError, DataError, RewardError
+from grpo_vlm.errors import ConfigError, RewardError
 from grpo_vlm.training.batch import RolloutBatch
 from grpo_vlm.training.credit import Credit
-from grpo_vlm.training.scoring import make_scorer
-from grpo_vlm.training.update import Learner
-from tests.training.rigs import largest_difference, parameters, session, settings
+from grpo_vlm.training.evaluate import to_samples
+from grpo_vlm.training.observe import in_order, placed, rollout_metrics
+from tests.training.rigs import session, settings
+from tests.training.updates import changed, gradients, learner_of
 
 CASES = [(name, None) for name in (*LOSS_NAMES, *TRL_LOSSES)] + [("default", average) for average in AVERAGES]
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    """A session whose engine runs, and the scored groups of its first step, one answer of them unscored."""
-    folder = tmp_path_factory.mktemp("algorithms")
-    config = settings(tmp_path_factory.getbasetemp(), folder / "run", **{"worker.rollout.n": 3})
-    with session(config) as parts:
-        trainer = parts.trainer
-        trainer.create_optimizer_and_scheduler(1)
-        trainer.model_wrapped = trainer.accelerator.prepare(trainer.model)
-        trainer.engine.start()
-        trainer.engine.sync(trainer.model, 0)
-        prompts = trainer.prompts[0]
-        groups = trainer.rounds.collect(prompts, 1)
-        first = groups[0]
-        groups[0] = dataclasses.replace(first, scores=(None, *first.scores[1:]))
-        yield parts, groups
-
-
-def changed(config, **changes):
-    """A copy of the configuration with some dotted keys set."""
-    config = copy.deepcopy(config)
-    for key, value in changes.items():
-        *way, name = key.split(".")
-        target = config
-        for part in way:
-            target = getattr(target, part)
-        setattr(target, name, value)
-    return config
-
-
-def learner_of(parts, config):
-    trainer = parts.trainer
-    scorer = trainer.learner.scorer
-    made = make_scorer(config, trainer.model, banned_ids=scorer.banned_ids, padding=scorer.padding, sharded=False)
-    return Learner(config, made, trainer.accelerator, trainer.meter)
-
-
-def gradients(parts, groups, config):
-    """Of one update on the groups, whose policy has moved since the rollout."""
-    trainer, learner = parts.trainer, learner_of(parts, config)
-    update = learner.prepare(groups)
-    noise = torch.randn(update.batch.tokens.shape, generator=torch.Generator().manual_seed(5)) * 0.3
-    update = update.having(old_log_probs=update.batch.sampler_log_probs + noise * update.batch.tokens)
-    if learner.selects:
-        update = learner.selected(trainer.model_wrapped, update, 1)
-    trainer.model.zero_grad()
-    loss = learner.accumulate(trainer.model_wrapped, update, unmoved=False)
-    trainer.meter.totals(trainer.accelerator)
-    return float(loss), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(("loss_type", "average"), CASES)
@@ -143,7 +92,48 @@ def test_an_estimator_sees_what_was_scored(parts, name):
     torch.testing.assert_close(got.advantages, expected)
     assert got.mask[0].sum() == 0 and got.advantages[0].abs().max() == 0
     assert got.mask[1:].sum() == batch.tokens[1:].sum()
+    # what EasyR1 logs: over all tokens of what was scored, returns before whitening and baseline where there are any
+    mask, scored = batch.tokens[1:] > 0, rewards[1:]
+    returns = expected[1:]
+    if name in ("reinforce_plus_plus", "remax"):
+        discount = 0.9 if name == "reinforce_plus_plus" else 1.0
+        left = batch.tokens[1:].flip(-1).cumsum(-1).flip(-1) - 1  # tokens that follow
+        returns = scored.sum(-1, keepdim=True) * discount**left
+    samples = to_samples(parts.trainer.collector, assigned, step=1, split="train")
+    logged = rollout_metrics(in_order([placed(samples, assigned, batch.rewards.tolist())]), config)
+    for key, values in (("advantages", expected[1:][mask]), ("returns", returns[mask])):
+        of_kind = [logged[f"critic/{key}/{part}"] for part in ("mean", "max", "min")]
+        assert of_kind == pytest.approx([float(f(values)) for f in (torch.mean, torch.max, torch.min)], abs=1e-6)
     parts.trainer.meter.totals(parts.trainer.accelerator)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_answer_without_tokens_counts_in_its_group_as_one_of_an_end_token(parts, name):
+    """Its score is in every statistic; it adds nothing to the loss, in neither form, alone in its row or not."""
+    parts, groups = parts
+    config = changed(parts.config, **{"algorithm.adv_estimator": name, "worker.actor.dynamic_batching": False})
+    groups = [dataclasses.replace(group, baseline=0.25) for group in groups]
+    assigned, scores = {}, ({"overall": 0.2}, {"overall": 0.7}, {"overall": 3.0})
+    for tokens in ((), (7,)):
+        cut = dataclasses.replace(groups[1].completions[2], token_ids=tokens, logprobs=(-1.0,) * len(tokens))
+        made = dataclasses.replace(groups[1], completions=(*groups[1].completions[:2], cut), scores=scores)
+        credit = Credit(config, parts.trainer.accelerator, parts.trainer.meter)
+        assigned[len(tokens)] = credit.assign(credit.flag([groups[0], made, *groups[2:]]))
+    without, ended = assigned[0], assigned[1]
+    for ours, theirs in zip(without, ended, strict=True):
+        assert torch.equal(ours.rewards, theirs.rewards)
+        assert torch.equal(ours.advantages[:2], theirs.advantages[:2])
+        for values in (ours.returns, theirs.returns):
+            assert (values is None) == (name not in ("reinforce_plus_plus", "remax"))
+    assert without[1].rewards[2] == 3.0 and not without[1].advantages[2].any()
+    found = []
+    for packed, samples in ((False, 1), (True, 99), (True, 1)):
+        cut = {"worker.actor.padding_free": packed, "worker.actor.micro_batch_size_per_device_for_update": samples}
+        found.append(gradients(parts, without, changed(config, **cut)))
+    largest = max(value.abs().max() for value in found[0][1].values())
+    for loss, of_form in found[1:]:
+        assert loss == pytest.approx(found[0][0], abs=1e-5)
+        assert max((of_form[key] - value).abs().max() for key, value in found[0][1].items()) <= 1e-5 * largest
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -185,8 +175,10 @@ def test_truncated_answers_leave_the_loss_or_the_group_too(parts, key):
 
 
 def test_names_in_the_schema_are_those_of_the_registries():
+    known = {*LOSSES, *losses.FIXED_AVERAGES}
+    assert all(set(types) <= known for types in check_algorithm.READ_BY.values())
     assert set(LOSS_NAMES) == set(LOSSES) and set(ESTIMATORS) == set(advantages.ESTIMATORS)
-    assert set(KL_ESTIMATORS) == set(kl.ESTIMATORS)
+    assert set(KL_ESTIMATORS) == {*kl.ESTIMATORS, "full"}
     assert check_algorithm.IMPLIED_AVERAGES == {name: mode for name, (_, mode) in losses.FIXED_AVERAGES.items()}
 
 
@@ -204,47 +196,6 @@ def test_the_first_update_of_a_step_has_ratio_one_and_the_next_has_not(tmp_path,
         parts.train()
     rows = len(ratios) // 4
     assert all(ratio == 0.0 for ratio in ratios[:rows]) and all(ratio > 0 for ratio in ratios[rows:])
-
-
-FILTERING = {
-    "algorithm.online_filtering": True,
-    "algorithm.filter_low": 0.35,
-    "algorithm.filter_high": 0.65,
-    "data.mini_rollout_batch_size": 5,
-    "algorithm.kl_type": "adaptive",
-    "algorithm.disable_kl": False,
-    "algorithm.kl_penalty": "low_var_kl",
-    "algorithm.ref_model_sync_steps": 2,
-    "worker.actor.optim.lr": 1e-3,
-    "trainer.val_before_train": False,
-}
-
-
-def test_a_filtered_run_fills_its_batches_and_resumes_with_what_was_left_over(tmp_path, tmp_path_factory):
-    root = tmp_path_factory.getbasetemp()
-
-    def train(folder, steps):
-        config = settings(root, tmp_path / folder, **{**FILTERING, "trainer.max_steps": steps, "trainer.save_freq": 2})
-        with session(config) as parts:
-            parts.train()
-            records = [record for record in parts.trainer.state.log_history if "filter/rounds" in record]
-            return parameters(parts.trainer), records, parts.trainer.rounds.done, parts.trainer.credit.kl.coef
-
-    whole, records, rounds, coefficient = train("whole", 3)
-    assert rounds == sum(record["filter/rounds"] for record in records) > 3  # more than one a step
-    assert records[1]["filter/kept_for_next_step"] > 0  # in the checkpoint of step 2
-    assert all(0.35 < record["critic/score/mean"] < 0.65 for record in records)
-    train("broken", 2)
-    resumed, more, _, resumed_coefficient = train("broken", 3)
-    assert more[-1]["critic/score/mean"] == records[-1]["critic/score/mean"]
-    assert largest_difference(whole, resumed) == 0.0 and coefficient == resumed_coefficient != 1e-3
-
-
-def test_a_batch_that_cannot_be_filled_is_an_error_with_the_remedy(tmp_path, tmp_path_factory):
-    never = {"algorithm.filter_low": 0.98, "algorithm.filter_high": 0.99, "trainer.max_try_make_batch": 2}
-    config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **{**FILTERING, **never})
-    with session(config) as parts, pytest.raises(DataError, match=r"2 rounds .* widen the bounds"):
-        parts.train()
 
 
 @pytest.mark.parametrize(
@@ -271,12 +222,3 @@ def test_gdpo_names_the_row_without_a_part_and_a_step_without_scores_is_an_error
     unscored = [dataclasses.replace(group, scores=(None,) * len(group.scores)) for group in groups]
     with pytest.raises(RewardError, match="none of the 12 samples of this step counts"):
         credit.assign(unscored)
-
-
-def test_a_resumed_run_takes_a_new_kl_coefficient():
-    before = kl.controller("adaptive", coef=0.1, target=0.1, horizon=100.0)
-    before.update(1.0, 10)
-    same, other = (kl.controller("adaptive", coef=coef, target=0.1, horizon=100.0) for coef in (0.1, 0.5))
-    for controller in (same, other):
-        controller.load_state_dict(before.state_dict())
-    assert same.coef == before.coef != 0.1 and other.coef == 0.5

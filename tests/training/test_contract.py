@@ -22,10 +22,10 @@ PARAMETERS = {
     "_maybe_log_save_evaluate": "self tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time"
     " learning_rate",
     "get_decay_parameter_names": "self model",
-    "_load_optimizer_and_scheduler": "self checkpoint",
+    "_prepare_for_training": "self max_steps train_dataloader resume_from_checkpoint",
+    "_load_rng_state": "self checkpoint",
     "_clip_grad_norm": "self model",
-    "_save_optimizer_and_scheduler": "self output_dir",
-    "_save_rng_state": "self output_dir",
+    "_build_accelerator_args": "self kwargs",
 }
 
 

@@ -23,7 +23,7 @@ def test_adapters_train_are_merged_and_resume(tmp_path, tmp_path_factory):
     root = tmp_path_factory.getbasetemp()
 
     def train(folder, steps):
-        changes = {**LORA, "worker.actor.model.lora.exclude_modules": ".*visual.*", "trainer.max_steps": steps}
+        changes = {**LORA, "trainer.max_steps": steps}
         with session(settings(root, tmp_path / folder, **changes)) as parts:
             parts.train()
             return parts.trainer.model, parameters(parts.trainer), parts.trainer.state.log_history

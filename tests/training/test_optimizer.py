@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from grpo_vlm.errors import ConfigError
 from grpo_vlm.training.optimizer import AdamWBF16
 from tests.training.rigs import largest_difference, parameters, session, settings
 
@@ -63,3 +64,9 @@ def test_a_run_uses_it_and_resumes_exactly(tmp_path, tmp_path_factory):
     whole = train("whole", 2)
     train("broken", 1)
     assert largest_difference(whole, train("broken", 2)) == 0.0
+
+
+def test_8_bit_states_ask_for_an_accelerator(tmp_path, tmp_path_factory):
+    config = settings(tmp_path_factory.getbasetemp(), tmp_path, **{"worker.actor.optim.strategy": "adamw_8bit"})
+    with pytest.raises(ConfigError, match="adamw_8bit needs an accelerator"):
+        session(config)

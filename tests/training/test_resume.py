@@ -1,5 +1,5 @@
-"""Kill -9 after a checkpoint, run again: the same end as an unbroken run, to the last bit, and every step on file
-once."""
+"""A run that is killed, or stopped by a scheduler's signal, and run again: the same end as an unbroken run, to the
+last bit, and every step on file once."""
 
 import json
 import os
@@ -9,13 +9,16 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+import pytest
 import yaml
-from safetensors.torch import load_file
 
+from grpo_vlm.report import checkpoint_steps
 from tests.tiny import tiny_model
 from tests.training.rigs import rows
+from tests.training.saved import files
 
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+SLOW = "worker.reward.reward_function_kwargs={wait_s: 1.5}"
 ROOT = Path(__file__).parents[2]
 REWARD = """
 import hashlib, time
@@ -67,34 +70,42 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, tmp_path_factory):
-    root = tmp_path_factory.getbasetemp()
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command(tmp_path, root, "unbroken"), check=True, env=env, timeout=240)
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Path:
+    """The folder of a run to the end."""
+    place, root = tmp_path_factory.mktemp("unbroken"), tmp_path_factory.getbasetemp()
+    subprocess.run(command(place, root, "run"), check=True, env=ENV, timeout=240)
+    return place / "run"
 
-    slow = "worker.reward.reward_function_kwargs={wait_s: 1.5}"
-    broken = tmp_path / "broken"
-    process = subprocess.Popen(command(tmp_path, root, "broken", slow), env=env)
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGUSR1, signal.SIGKILL))]
+)
+def test_a_stopped_run_ends_like_an_unbroken_one(tmp_path, tmp_path_factory, unbroken, number):
+    root, broken = tmp_path_factory.getbasetemp(), tmp_path / "broken"
+    process = subprocess.Popen(command(tmp_path, root, "broken", SLOW), env=ENV)
     deadline = time.time() + 200
-    # killed when step 3 is on file but only step 2 is saved
     while not (broken / "metrics.jsonl").exists() or steps(broken)[-1] < 3:
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert (broken / "global_step_2").is_dir() and not (broken / "global_step_4").exists()
-    assert steps(broken) == [1, 2, 3]
+    time.sleep(0.7)  # step 4 waits for its rewards: step 3 is on file but only step 2 is saved
+    began = time.time()
+    process.send_signal(number)
+    code = process.wait(60)
+    if number == signal.SIGKILL:
+        assert checkpoint_steps(broken) == [2] and steps(broken) == [1, 2, 3]
+    else:
+        assert code == 0 and time.time() - began < 20
+        assert checkpoint_steps(broken) == [2, 3] and steps(broken) == [1, 2, 3]
 
-    subprocess.run(command(tmp_path, root, "broken"), check=True, env=env, timeout=240)
-    assert steps(broken) == steps(tmp_path / "unbroken") == [1, 2, 3, 4, 5]
+    subprocess.run(command(tmp_path, root, "broken"), check=True, env=ENV, timeout=240)
+    assert steps(broken) == steps(unbroken) == [1, 2, 3, 4, 5]
     for step in (4, 5):
-        ours = load_file(broken / f"global_step_{step}" / "model" / "model.safetensors")
-        theirs = load_file(tmp_path / "unbroken" / f"global_step_{step}" / "model" / "model.safetensors")
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    first = load_file(broken / "global_step_4" / "model" / "model.safetensors")
-    assert any(not torch.equal(first[name], ours[name]) for name in first)  # it was still learning
+        assert files(broken, step) == files(unbroken, step)
+    assert files(broken, 4)["model/model.safetensors"] != files(broken, 5)["model/model.safetensors"]
+    assert (broken / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
 
-    again = subprocess.run(command(tmp_path, root, "broken"), env=env, timeout=240, capture_output=True, text=True)
-    assert again.returncode == 0 and "nothing to do" in again.stdout
-    assert steps(broken) == [1, 2, 3, 4, 5]
+    if number == signal.SIGTERM:
+        again = subprocess.run(command(tmp_path, root, "broken"), env=ENV, timeout=240, capture_output=True, text=True)
+        assert again.returncode == 0 and "nothing to do" in again.stdout
+        assert steps(broken) == [1, 2, 3, 4, 5]

@@ -16,8 +16,8 @@ from grpo_vlm.training.evaluate import validate
 from tests.training.rigs import hashed_reward, largest_difference, parameters, rows, session, settings
 
 
-def records(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def records(folder: Path, name: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").open(encoding="utf-8", newline="\n")]
 
 
 def test_in_a_notebook(tmp_path, tmp_path_factory):
@@ -242,6 +242,11 @@ def test_two_processes_go_where_one_goes(tmp_path, tmp_path_factory, scheme, cha
     one = load_file(tmp_path / "one" / "global_step_1" / "model" / "model.safetensors")
     both = load_file(tmp_path / "two" / "global_step_1" / "model" / "model.safetensors")
     assert largest_difference(one, both) <= 1e-5
+    shown_groups = [
+        [(group["row_id"], group["pictures"], group["why"]) for group in groups if group["step"] == 1]
+        for groups in (records(tmp_path / name, "groups") for name in ("one", "two"))
+    ]
+    assert shown_groups[0] == shown_groups[1] and shown_groups[0]  # picked and shown alike
     one_record, (two_record, *later) = records(tmp_path / "one")[0], records(tmp_path / "two")
     assert [record["rollout/logprob_diff/mean"] <= 2e-5 for record in (two_record, *later)] == [True] * int(steps)
     for name in ("reward/overall", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
