@@ -92,6 +92,7 @@ def numbers(result: Result, options: argparse.Namespace) -> dict[str, Any]:
         "device_used_gb": summary.largest(done, "device_used_gb"),
         "recompilations_after_step_5": summary.growth(done, "graphs", STEADY),
         "memory_growth_gb_after_step_5": summary.growth(done, "allocated_gb", STEADY),
+        "reserved_growth_gb_after_step_5": summary.growth(done, "reserved_gb", STEADY),
         "host_growth_gb_after_step_5": summary.growth(done, "host_gb", STEADY),
         "response_length": summary.median([row["metrics"] for row in rows], "response_length/mean"),
     }

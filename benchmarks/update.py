@@ -198,6 +198,7 @@ def ours_numbers(result: Mapping[str, Any], options: argparse.Namespace, suffix:
         "timed_steps": len(rows),
         "recompilations_after_step_5": summary.growth(done, "graphs", STEADY),
         "memory_growth_gb_after_step_5": summary.growth(done, "allocated_gb", STEADY),
+        "reserved_growth_gb_after_step_5": summary.growth(done, "reserved_gb", STEADY),
         "host_growth_gb_after_step_5": summary.growth(done, "host_gb", STEADY),
     }
     return {f"{name}{suffix}": value for name, value in numbers.items()}

@@ -59,7 +59,7 @@ def fill(
             )
     if not costs:
         return [[] for _ in range(bins or 0)]
-    fewest = max(1, -(-sum(tokens) // limits.tokens))
+    fewest = max(1, -(-sum(tokens) // max(limits.tokens, 1)))  # without room there are items without tokens alone
     if limits.count is not None:
         fewest = max(fewest, -(-sum(counts) // limits.count))
     found = _first_fit(tokens, fits)

@@ -23,6 +23,7 @@ from grpo_vlm.hub import model_folder
 from grpo_vlm.model.packed import enable_packing, form
 
 ADAPTER = "adapter"  # folder of a checkpoint
+PLACEHOLDERS = {"image_token_id", "video_token_id"}  # what a processor of patch grids knows
 
 
 def load_processor(config: Config) -> ProcessorMixin:
@@ -36,6 +37,12 @@ def load_processor(config: Config) -> ProcessorMixin:
         raise ConfigError(
             f"worker.actor.model.model_path: {path!r} has only a tokenizer ({type(processor).__name__}), no image"
             " processor. Give the path of a vision-language model (Qwen2.5-VL, Qwen3-VL, ...)."
+        )
+    if not PLACEHOLDERS <= vars(processor).keys():
+        raise ConfigError(
+            f"{key}: {path!r} has a {type(processor).__name__}. Models are supported whose pictures and videos become"
+            " grids of patches with placeholder tokens of their own: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and their mixtures"
+            " of experts."
         )
     if config.data.override_chat_template:
         template = read_template("data.override_chat_template", config.data.override_chat_template)

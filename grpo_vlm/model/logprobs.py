@@ -93,7 +93,7 @@ def score_completions(
     b, t = batch.targets.shape
     logits = _logits(model, batch)
     banned = index_of(banned_ids, logits.device)
-    rows = max(1, PADDED_CHUNK_TOKENS // t)
+    rows = max(1, PADDED_CHUNK_TOKENS // max(t, 1))
     parts = [
         checkpoint(
             _masked_scores,
@@ -238,6 +238,7 @@ class ChunkedHead(torch.autograd.Function):
                 grads = grad_log_probs[part], None if grad_entropy is None else grad_entropy[part]
                 grad_logits, at_target = slope(logits, *out[:, part], *grads, inverse_temperature)
                 grad_logits.scatter_(1, targets[part][:, None], at_target[:, None])
+                grad_logits.index_fill_(1, banned, 0.0)  # a banned target's logit is a constant
                 del logits
                 grad_hidden[part] = grad_logits @ head
                 if grad_weight is not None:

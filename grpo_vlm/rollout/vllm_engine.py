@@ -120,6 +120,7 @@ class VLLMEngine:
         """Wake the server if it sleeps, transfer the weights, drop its caches; a fallen server is started again."""
         self.model, self.version = model, version
         self.client.weights = f"{self.run_dir.name} ({self.nonce}), version {version}"
+        self._make_room()
         while True:
             metrics, problem = self._send()
             if problem is None:
@@ -314,6 +315,15 @@ class VLLMEngine:
         if part in self._sleeping:
             self.client.post("/wake_up", tags=part)
             self._sleeping.remove(part)
+
+    def _make_room(self) -> None:
+        """Give back what torch's allocator only keeps at hand, where a server that is to wake would not find its
+        share of the accelerator free. (Always giving it back would cost each step the time to get it again.)"""
+        if not self.asleep:
+            return
+        free, total = torch.accelerator.get_memory_info(self.accelerator.device)
+        if free < self.rollout.gpu_memory_utilization * total:
+            torch.accelerator.empty_cache()
 
     def _look(self, job: Job, deadline: float) -> None:
         """Called while this rank's prompts wait: raises when they wait in vain."""

@@ -132,7 +132,7 @@ class PackedScorer:
         frozen = not any(parameter.requires_grad for parameter in vision_tower(model).parameters())
         vision = "forward" if frozen else "train"
         checkpointing = actor.model.enable_gradient_checkpointing
-        self.mode = Mode(vision=vision, checkpointing=checkpointing)
+        self.mode = Mode(vision=vision, adapters=actor.model.lora.rank > 0, checkpointing=checkpointing)
         self.row_seconds = row_seconds(model.config, padding.device, self.mode)
         self.shape = ModelShape.of(model.config)
         self.fused = actor.use_torch_compile

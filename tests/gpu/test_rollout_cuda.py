@@ -106,6 +106,15 @@ def test_a_server_that_slept_is_given_all_weights_again(engine, path):
     assert difference(engine, model, rows) < right * 2 + 1e-3  # `generate` wakes it
 
 
+def test_a_server_that_wakes_finds_room_that_the_trainer_only_keeps_at_hand(engine, path):
+    model = load(path)
+    engine.sync(model, 0)
+    engine.release()
+    torch.empty(int(0.95 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device="cuda")  # freed, and kept at hand
+    engine.sync(model, 1)
+    assert engine.metrics()["rollout/restarts"] == 0
+
+
 def test_transfers_leave_no_memory_behind(engine, path):
     model = load(path)
     engine.sync(model, 0)

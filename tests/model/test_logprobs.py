@@ -171,6 +171,20 @@ def test_the_head_equals_a_softmax_over_all_logits(chunk, temperature):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_banned_target_leaves_the_gradient_of_the_others_alone():
+    """No sampler draws one; an answer that a user wrote may hold one."""
+    states, head, targets, _ = head_parts()
+    targets[2] = BANNED[0]
+    gradients = []
+    for scores in (
+        score_tokens(states, head, targets, banned_ids=BANNED, chunk_tokens=3),
+        logprobs._masked_scores(head(states), targets, index_of(BANNED, states.device), 1.0),
+    ):
+        gradients.append(torch.autograd.grad(scores[0].sum(), (states, head.weight)))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_the_heads_gradients_are_those_of_its_values():
     states, head, targets, _ = head_parts(dtype=torch.float64)
     banned = index_of(BANNED, torch.device("cpu"))

@@ -296,6 +296,11 @@ def test_what_is_left_of_split_groups_shares_a_row():
     assert sorted(row.real_tokens for row in rows) == [40, 60, 60]  # halves would take four rows of 40
 
 
+def test_an_answer_without_tokens_fits_where_the_prompt_fills_the_budget():
+    rows = pack([group(60, [0, 5])], max_tokens=60, cost=seconds)
+    assert sorted(row.real_tokens for row in rows) == [60, 65]  # the longer one is over it by itself
+
+
 # ---------------------------------------------------------------- bins
 
 
