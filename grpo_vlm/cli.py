@@ -7,13 +7,17 @@ interrupted.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from grpo_vlm.config.help import format_help
-from grpo_vlm.errors import GRPOVLMError, RolloutError
+from grpo_vlm.errors import ConfigError, GRPOVLMError, RolloutError
+from grpo_vlm.launcher import end_with_launcher
 
 USAGE = """usage: grpo-vlm train [--config FILE] [key=value ...]
+       grpo-vlm train --dry-run [--gpu NAME] [--launch FILE] [--answer-tokens N] [--config FILE] [key=value ...]
+       grpo-vlm doctor [--start] [--folder DIR]
        grpo-vlm prepare geo3k|openr1mm|tinyllava_video|easyvqa|clevr --out DIR
        grpo-vlm data check FILE [--config FILE] [key=value ...]
        grpo-vlm reward FILE:FUNCTION --data FILE [--completions FILE]
@@ -34,6 +38,10 @@ def train(arguments: Sequence[str]) -> None:
     parser.add_argument("--config-name", metavar="NAME", action="append", default=[])  # verl's, of Hydra
     parser.add_argument("--config-path", metavar="FOLDER", action="append", default=[])
     parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--gpu", metavar="NAME")
+    parser.add_argument("--launch", metavar="FILE")
+    parser.add_argument("--answer-tokens", metavar="N", type=int)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
     if options.help:
@@ -44,6 +52,18 @@ def train(arguments: Sequence[str]) -> None:
     overrides = [f"config={file}" for file in options.config] + options.overrides
     overrides += [f"hydra.config_name={name}" for name in options.config_name]
     overrides += [f"hydra.config_path={folder}" for folder in options.config_path]
+    if options.dry_run:
+        from grpo_vlm.dry_run import dry_run, launched_by
+
+        with launched_by(options.launch):
+            run = Run({}, overrides)
+            if int(os.environ.get("RANK", 0)) == 0:
+                dry_run(run.config, run.notices, gpu=options.gpu, answer_tokens=options.answer_tokens)
+        return
+    for name in ("gpu", "launch", "answer_tokens"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}: goes with --dry-run only; add it, or leave this out")
+    end_with_launcher()
     Run({}, overrides).train()
 
 
@@ -90,6 +110,13 @@ def export(arguments: Sequence[str]) -> None:
     write(arguments)
 
 
+def doctor(arguments: Sequence[str]) -> int:
+    """Says whether this machine can train."""
+    from grpo_vlm.doctor import main as examine
+
+    return examine(arguments)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "train": train,
     "prepare": prepare,
@@ -98,6 +125,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "reward": reward,
     "report": report,
     "export": export,
+    "doctor": doctor,
 }
 
 

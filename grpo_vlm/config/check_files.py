@@ -100,7 +100,7 @@ def expand_paths(config: Config) -> None:
     as they are."""
     data, model, trainer = config.data, config.worker.actor.model, config.trainer
     for name in ("train_files", "val_files"):
-        parts = split_sources(getattr(data, name))
+        parts = split_sources(getattr(data, name) or "")
         setattr(data, name, ",".join(os.path.expanduser(part) for part in parts))
     for section, names in (
         (data, ("format_prompt", "override_chat_template", "image_dir")),

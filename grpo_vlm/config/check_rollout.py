@@ -15,6 +15,7 @@ from grpo_vlm.config.schema_rollout import STARTS_SERVER, VAL_OVERRIDES, VLLM_ON
 from grpo_vlm.config.values import KEY_VARIABLE, sampling_values
 
 ROLLOUT = "worker.rollout"
+SHORTEST_KEY = 16
 _ARGUMENT = re.compile(r"[a-z][a-z0-9_-]*")
 _ADDRESS = "not part of the address"
 # Arguments of vLLM that this package gives itself -> the key that decides them, or why they are fixed.
@@ -142,13 +143,25 @@ def _external_faults(rollout: RolloutConfig) -> list[Fault]:
         faults.append(Fault((key,), text))
     elif problem := address_problem(rollout.base_url):
         faults.append(Fault((key,), f"{key}: {problem}; write e.g. http://127.0.0.1:8000"))
-    if not os.environ.get(KEY_VARIABLE):
+    if problem := key_problem():
         text = (
             f"{ROLLOUT}.placement: external needs the server's key in the environment variable {KEY_VARIABLE}, which "
-            "is not set; export the one that the server was started with"
+            f"{problem}; export the one that the server was started with"
         )
         faults.append(Fault((f"{ROLLOUT}.placement",), text))
     return faults
+
+
+def key_problem() -> str:
+    """What is wrong with the key in the environment, or an empty string. Never the key itself."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not key:
+        return "is not set"
+    if len(key) < SHORTEST_KEY:
+        return f"is shorter than {SHORTEST_KEY} characters"
+    if not re.fullmatch(r"[\x21-\x7e]+", key):
+        return "holds a blank, a line break or a letter outside ASCII, which no HTTP header may"
+    return ""
 
 
 def address_problem(url: str) -> str:
@@ -186,7 +199,7 @@ def engine_kwargs_faults(given: Mapping[str, Any]) -> list[Fault]:
     for name, value in given.items():
         key = f"{section}.{name}"
         plain = name.replace("-", "_")
-        owner = OURS.get(plain) or OURS.get(plain.removeprefix("no_"))
+        owner = _owner(plain) or _owner(plain.removeprefix("no_"))
         if not _ARGUMENT.fullmatch(name):
             text = f"{key}: is no argument of vLLM's server; write its name without dashes before it"
             faults.append(Fault((key,), text))
@@ -195,6 +208,14 @@ def engine_kwargs_faults(given: Mapping[str, Any]) -> list[Fault]:
         elif value is None:
             faults.append(Fault((key,), f"{key}: is null; remove it for vLLM's default"))
     return faults
+
+
+def _owner(name: str) -> str | None:
+    """Why an argument of vLLM cannot be set. vLLM also takes the beginning of a name for the whole one."""
+    if name in OURS:
+        return OURS.get(name)
+    whole = next((full for full in OURS if name and full.startswith(name)), None)
+    return whole and f"it is short for {whole}: {OURS[whole]}"
 
 
 def stop_faults(stop: Sequence[str]) -> list[Fault]:

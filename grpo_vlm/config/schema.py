@@ -29,18 +29,21 @@ class DataConfig:
         common=True,
         example="data/easyvqa/train.parquet",
     )
-    val_files: str = option(
-        "", "Validation rows, in the same form. Empty: no validation.", common=True, example="hiyouga/geometry3k@test"
+    val_files: str | None = option(
+        "",
+        "Validation rows, in the same form. Empty or null: no validation.",
+        common=True,
+        example="hiyouga/geometry3k@test",
     )
     prompt_key: str = option(
         "prompt",
         "Column with the question, as text or as chat messages; each <image> and <video> in it stands for the next "
         "one of the row (\\<image> is the word). Where the rows lack it: messages, problem or question.",
     )
-    answer_key: str = option(
-        "answer",
-        "Column with the right answer (a.b: field b of a struct); the reward function gets it as ground_truth. Where "
-        "the rows lack it: reward_model.ground_truth, solution or ground_truth.",
+    answer_key: str | None = option(
+        None,
+        "Column with the right answer (a.b: field b of a struct); the reward function gets it as ground_truth. null: "
+        "the first there is of reward_model.ground_truth, answer, solution, ground_truth.",
     )
     allow_empty_answer: bool = option(
         False,

@@ -48,6 +48,7 @@ PEAK_TFLOPS = {
 }
 GENERIC_TFLOPS = 100.0  # an unknown accelerator: good for comparing rows, not for telling the time
 CPU_TFLOPS = 0.1
+ADAPTER_WIDTH = 4  # bytes a number: PEFT makes adapters in float32, whatever the model's type
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,25 @@ def row_seconds(config: PretrainedConfig, device: torch.device, mode: Mode = TRA
 # ---------------------------------------------------------------- bytes
 
 
-def row_bytes(
+@dataclass(frozen=True)
+class RowBytes:
+    """Predicted bytes of a row's forward and backward beyond weights, gradients and optimizer states, at their peak.
+    head: where the head's chunk is what the peak falls on; 0 where a layer's recomputation is."""
+
+    activations: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.head
+
+
+def row_bytes(shape: ModelShape, load: Load, mode: Mode = TRAIN_ALL, **options: Any) -> float:
+    """The sum of `row_parts`, whose options it takes."""
+    return row_parts(shape, load, mode, **options).total
+
+
+def row_parts(
     shape: ModelShape,
     load: Load,
     mode: Mode = TRAIN_ALL,
@@ -303,9 +322,8 @@ def row_bytes(
     width: int = 2,
     chunk_tokens: int = 4096,
     head_gradient_width: int = 4,
-) -> float:
-    """Predicted peak bytes of a row's forward and backward beyond weights, gradients and optimizer states, with
-    `width` bytes a number (2 in bfloat16).
+) -> RowBytes:
+    """With `width` bytes a number (2 in bfloat16).
 
     For the backward pass a layer keeps, per token, 3 vectors of the queries' width, 3.5 hidden ones and 3 of the MLP's
     with `fused` norms and activations (compiled), 3, 8.5 and 4 in eager mode (float32 copies in norms and rotations).
@@ -317,17 +335,26 @@ def row_bytes(
     """
     patches = sum(t * h * w for t, h, w in load.grids) if mode.vision == "train" else 0
     text = width * load.tokens * _kept_numbers(shape.text, fused)
+    if mode.adapters:
+        text += ADAPTER_WIDTH * load.tokens * _adapter_inputs(shape.text)
     vision = width * patches * _kept_numbers(shape.vision, fused)
     head = 5.5 * min(load.scored, chunk_tokens) * shape.vocabulary
     if not mode.adapters:
         head += head_gradient_width * shape.head_parameters
     if not mode.checkpointing:
-        return shape.text.layers * text + shape.vision.layers * vision + head
+        return RowBytes(shape.text.layers * text + shape.vision.layers * vision, head)
     inputs = load.tokens * shape.text.layers * shape.text.hidden + patches * shape.vision.layers * shape.vision.hidden
-    return width * inputs + max(head, text, vision)
+    layer = max(text, vision)
+    return RowBytes(width * inputs + (0 if head > layer else layer), head if head > layer else 0)
 
 
 def _kept_numbers(blocks: Blocks, fused: bool) -> float:
     """Numbers that one layer keeps per token for its backward pass."""
     hidden, mlp = (3.5, 3) if fused else (8.5, 4)
     return hidden * blocks.hidden + 3 * blocks.query_width + mlp * blocks.intermediate
+
+
+def _adapter_inputs(blocks: Blocks) -> int:
+    """Numbers per token that the adapters of a layer keep: PEFT casts the input of each of the seven linear layers to
+    the adapters' type, each time anew."""
+    return 5 * blocks.hidden + blocks.query_width + blocks.intermediate

@@ -1,7 +1,8 @@
 """Loads the processor, the policy and the reference model as the configuration says."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
 )
+from transformers.integrations import deepspeed
 
 from grpo_vlm.config import Config, dtype_name, read_template, tokenizer_path
 from grpo_vlm.errors import ConfigError
@@ -61,6 +63,35 @@ def load_policy(config: Config, checkpoint: Path | None = None) -> PreTrainedMod
     if not adapted:
         return model
     return _carrying_gradients(_with_adapters(config, model, checkpoint))
+
+
+def outline_policy(config: Config) -> PreTrainedModel | PeftModel:
+    """The model that `load_policy` would train, without its weights: shapes and types alone, on torch's meta device.
+    Of the model's folder only config.json is read."""
+    settings = config.worker.actor.model
+    key, source = "worker.actor.model.model_path", str(settings.model_path)
+    shape = _from_pretrained(AutoConfig, source, key, trust_remote_code=settings.trust_remote_code)
+    if settings.override_config:
+        shape = _overridden(shape, settings.override_config, "worker.actor.model.override_config")
+    with torch.device("meta"), _undivided():
+        model = AutoModelForImageTextToText.from_config(
+            shape, dtype=master_dtype(config), trust_remote_code=settings.trust_remote_code
+        )
+        if settings.freeze_vision_tower or settings.freeze_merger:
+            _freeze_vision(vision_tower(model), tower_too=settings.freeze_vision_tower, merger=settings.freeze_merger)
+        return get_peft_model(model, _lora(config)) if settings.lora.rank > 0 else model
+
+
+@contextmanager
+def _undivided() -> Iterator[None]:
+    """Models made in the block are whole, also where ZeRO-3 divides those that are loaded, for which all processes
+    are needed."""
+    former = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = former
 
 
 def _with_adapters(config: Config, model: PreTrainedModel, checkpoint: Path | None) -> PeftModel:

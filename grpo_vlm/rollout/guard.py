@@ -28,7 +28,7 @@ GUARDED = "GRPO_VLM_GUARDED"  # set in the environment of the processes below a 
 SOCKETS = "grpo_vlm_sockets-"  # start of the name of a server's folder
 
 
-def _prctl(option: int, value: int) -> None:
+def tell_kernel(option: int, value: int) -> None:
     """Linux process control; on other systems the guard still stops the process group."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
@@ -37,7 +37,7 @@ def _prctl(option: int, value: int) -> None:
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when the thread that made it ends, which must be the main thread of process
     `parent`; at once if that is over already."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    tell_kernel(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -141,9 +141,9 @@ def _locks(descriptor: int) -> bool:
 def main(trainer_pid: int, command: list[str]) -> int:
     """Guard `command` until it ends, SIGTERM arrives, or the trainer is no longer this process's parent. Returns the
     exit code of what ended; that of a signal is negative."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    tell_kernel(PR_SET_CHILD_SUBREAPER, 1)
     # Stopped, it could not see the trainer's end. This signal wakes it then, and otherwise does nothing.
-    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    tell_kernel(PR_SET_PDEATHSIG, signal.SIGCONT)
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, frame: stopping.append(received))

@@ -15,6 +15,7 @@ import copy
 import itertools
 import json
 import mmap
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ from grpo_vlm.rollout.wire import (
 PIXEL_KEYS = {"image": "pixel_values", "video": "pixel_values_videos"}
 GRID_KEYS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 BATCH_NUMBER = itertools.count()
+FOLDERS = "those that it was started with"
+IDLE_S, UNFINISHED_S = 30.0, 300.0  # how long answers, and a run that sends weights, may keep other runs off
 
 
 class GenerateRoute:
@@ -53,6 +56,8 @@ class GenerateRoute:
         self.app = app
         self.running = 0  # batches that are being generated
         self.weights: str | None = None  # name of those that a trainer has sent; None: those of the model's folder
+        self.run: str | None = None  # which run has set the name
+        self.unfinished_until = 0.0  # while it sends weights
         self.adding = asyncio.Lock()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -65,26 +70,46 @@ class GenerateRoute:
         if scope["method"] != "POST":
             await refuse(send, 405, f"{scope['path']} takes POST")
             return
-        prompts = await self._add(scope, receive, send)
-        if prompts is None:
+        if (prompts := await self._add(scope, receive, send)) is None:
             return
-        self.running += 1
         try:
             await stream(scope["app"].state.engine_client, prompts, receive, send)
         finally:
             self.running -= 1
 
     async def _weights(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer with the name that was held, after taking over the body's `weights`; only where the body's `held`, if
-        it has one, is right."""
-        held = self.weights
-        if scope["method"] == "POST":
-            body = json.loads(await read_body(dict(scope["headers"]), receive))
-            if body.get("held", held) != held:
-                await refuse(send, WEIGHTS_LOST, f"the server holds other weights than {body['held']}: {shown(held)}")
+        """Answer with the name that was held, after taking over the body's `weights`: where the body's `held`, if it
+        has one, is right, and no answers are being made."""
+        if scope["method"] != "POST":
+            lora = scope["app"].state.engine_client.vllm_config.lora_config
+            await reply(send, 200, {"held": self.weights, "adapters": lora is not None})
+            return
+        body = json.loads(await read_body(dict(scope["headers"]), receive))
+        async with self.adding:  # no batch begins meanwhile
+            if occupied := await self._occupied(body.get("run")):
+                await refuse(send, 409, occupied)
                 return
-            self.weights = body["weights"]
+            held = self.weights
+            if body.get("held", held) != held:
+                await refuse(send, WEIGHTS_LOST, self._others(body["held"]))
+                return
+            self.weights, self.run = body["weights"], body.get("run")
+            self.unfinished_until = time.monotonic() + UNFINISHED_S if body.get("unfinished") else 0.0
         await reply(send, 200, {"held": held})
+
+    def _others(self, wanted: str) -> str:
+        return f"the server holds other weights than {wanted}: {self.weights or FOLDERS}"
+
+    async def _occupied(self, run: str | None) -> str | None:
+        """Why `run` may not change the weights now."""
+        deadline = time.monotonic() + IDLE_S
+        while self.running:
+            if time.monotonic() > deadline:
+                return f"the server still makes answers with {self.weights or FOLDERS}: it serves one run at a time"
+            await asyncio.sleep(0.02)
+        if run != self.run and time.monotonic() < self.unfinished_until:
+            return "another run is sending its weights to this server, which serves one run at a time"
+        return None
 
     async def _add(self, scope: Any, receive: Any, send: Any) -> list[Running] | None:
         """Read the batch and add it to the engine; None when it was refused. Its pixels are held no longer."""
@@ -103,29 +128,26 @@ class GenerateRoute:
         except (ValueError, KeyError, TypeError) as error:
             await refuse(send, 400, f"the batch cannot be read: {error}")
             return None
-        if batch.weights is not None and batch.weights != self.weights:
-            found = shown(self.weights)
-            await refuse(send, WEIGHTS_LOST, f"the server holds other weights than {batch.weights}: {found}")
-            return None
         adapters = state.openai_serving_models.lora_requests
         if batch.adapter is not None and batch.adapter not in adapters:
             await refuse(send, 409, f"there is no adapter {batch.adapter!r}; loaded: {', '.join(adapters) or 'none'}")
             return None
         try:
             async with self.adding:
+                if batch.weights is not None and batch.weights != self.weights:
+                    await refuse(send, WEIGHTS_LOST, self._others(batch.weights))
+                    return None
                 if await state.engine_client.is_paused():
                     await refuse(send, 409, "the engine sleeps or is paused")
                     return None
                 hold = batch.hold and self.running == 0
-                return await add_batch(state.engine_client, batch, loaded(adapters.get(batch.adapter)), hold)
+                lora = loaded(adapters.get(batch.adapter))
+                prompts = await add_batch(state.engine_client, batch, lora, hold)
+                self.running += 1
+                return prompts
         except EngineDeadError:
             await refuse(send, 503, "the engine is dead")
             return None
-
-
-def shown(weights: str | None) -> str:
-    """A name of weights for a message."""
-    return weights or "those that it was started with"
 
 
 def loaded(lora: Any) -> Any:

@@ -24,14 +24,13 @@ from grpo_vlm.cli import guarded
 from grpo_vlm.config.check import check_values
 from grpo_vlm.config.check_batch import length_faults
 from grpo_vlm.config.check_files import expand_paths, file_faults, port_faults, required_faults
-from grpo_vlm.config.check_rollout import engine_kwargs_faults
+from grpo_vlm.config.check_rollout import engine_kwargs_faults, key_problem
 from grpo_vlm.config.faults import raise_faults
 from grpo_vlm.config.load import read_config
 from grpo_vlm.config.schema import Config
 from grpo_vlm.config.values import KEY_VARIABLE
 from grpo_vlm.errors import ConfigError
 
-SHORTEST_KEY = 16
 PORT = 8000
 
 
@@ -52,13 +51,12 @@ def read_settings(path: str | None, overrides: Sequence[str]) -> Config:
 
 def read_key() -> str:
     """The key that the trainer will give. ConfigError when there is none."""
-    key = os.environ.get(KEY_VARIABLE, "")
-    if len(key) < SHORTEST_KEY:
+    if problem := key_problem():
         raise ConfigError(
-            f"{KEY_VARIABLE}: is not set, or shorter than {SHORTEST_KEY} characters; set it here and for the run: "
+            f"{KEY_VARIABLE}: {problem}; set it here and for the run: "
             f"export {KEY_VARIABLE}=$(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
         )
-    return key
+    return os.environ[KEY_VARIABLE]
 
 
 def serve(config: Config, host: str, log_path: str, key: str) -> int:

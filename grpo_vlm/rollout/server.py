@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -34,6 +35,7 @@ from grpo_vlm.rollout.command import (
     server_environment,
 )
 from grpo_vlm.rollout.guard import end_in_words
+from grpo_vlm.rollout.wire import WEIGHTS_PATH
 
 GUARD = Path(__file__).with_name("guard.py")
 STOP_S = 8.0
@@ -98,7 +100,7 @@ class VLLMServer:
     def _wait_ready(self, started: float, on_wait: Callable[[float], None] | None) -> bool:
         """True when /health answers, False when the process ended; RolloutError after the timeout."""
         while self.process.poll() is None:
-            if self.healthy(timeout_s=2.0):
+            if self.healthy(timeout_s=2.0) and self._is_own():
                 return True
             waited = time.monotonic() - started
             if waited > self.settings.start_timeout_s:
@@ -117,6 +119,19 @@ class VLLMServer:
                 return session.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
         except requests.RequestException:
             return False
+
+    def _is_own(self) -> bool:
+        """Whether what answers is the server that was started, and not one that took its port: /health asks for no
+        key."""
+        try:
+            with loopback_session() as session:
+                return session.get(f"{self.url}{WEIGHTS_PATH}", headers=self._headers, timeout=10.0).status_code == 200
+        except requests.RequestException:
+            return False
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}", "Connection": "close"}
 
     def alive(self) -> bool:
         """Whether the process runs."""
@@ -182,18 +197,9 @@ class ExternalServer:
         return time.monotonic() - started
 
     def _check(self) -> None:
-        """RolloutError when the key is another one, or the server's context is too short."""
-        headers = {"Authorization": f"Bearer {self.api_key}", "Connection": "close"}
-        try:
-            with loopback_session() as session:
-                answer = session.get(f"{self.url}/v1/models", headers=headers, timeout=30.0)
-        except requests.RequestException as error:
-            raise RolloutError(f"the server at {self.url} broke off: {error}") from error
-        if answer.status_code == 401:
-            raise RolloutError(f"{KEY_VARIABLE} holds another key than the server at {self.url} was started with")
-        if answer.status_code != 200:
-            raise RolloutError(f"the server at {self.url} answers /v1/models with {answer.status_code}; is it ours?")
-        served = {model["id"]: model["max_model_len"] for model in answer.json()["data"]}
+        """RolloutError when the key is another one, the server's context is too short, or it was started for whole
+        models and the run sends adapters, or the other way round."""
+        served = {model["id"]: model["max_model_len"] for model in self._ask("/v1/models")["data"]}
         longest = served.get(MODEL_NAME)
         if longest is None:
             raise RolloutError(
@@ -205,7 +211,31 @@ class ExternalServer:
                 f"the server at {self.url} was started with worker.rollout.max_model_len {longest}; this run needs "
                 f"{self.settings.max_model_len}"
             )
+        if self._ask(WEIGHTS_PATH)["adapters"] is not bool(self.settings.lora_rank):
+            kinds = ("whole models", "LoRA adapters")
+            mine, other = kinds if not self.settings.lora_rank else kinds[::-1]
+            raise RolloutError(
+                f"the server at {self.url} was started for {other}, and this run sends {mine} "
+                "(worker.actor.model.lora, worker.rollout.lora_sync); start it with this run's configuration"
+            )
 
+    def _ask(self, path: str) -> dict[str, Any]:
+        """The JSON of one of the server's routes that need the key."""
+        try:
+            with loopback_session() as session:
+                answer = session.get(self.url + path, headers=self._headers, timeout=30.0)
+            found = answer.json() if answer.status_code == 200 else None
+        except requests.JSONDecodeError:
+            raise RolloutError(f"what answers at {self.url}{path} is no rollout server: it sends no JSON") from None
+        except requests.RequestException as error:
+            raise RolloutError(f"the server at {self.url} broke off: {error}") from error
+        if answer.status_code == 401:
+            raise RolloutError(f"{KEY_VARIABLE} holds another key than the server at {self.url} was started with")
+        if found is None:
+            raise RolloutError(f"the server at {self.url} answers {path} with {answer.status_code}; is it ours?")
+        return found
+
+    _headers = VLLMServer._headers
     healthy = VLLMServer.healthy
 
     def alive(self) -> bool:

@@ -58,6 +58,7 @@ class WeightSync(ABC):
         self.client, self.accelerator, self.dtype = client, accelerator, dtype
         self.kept = False  # the server has all weights of the last `send`
         self.name: str | None = None  # of what the server holds, as far as it was told
+        self.run = secrets.token_hex(8)  # tells a server this run from others
         self.problem: str | None = None
 
     def connect(self) -> None:
@@ -72,7 +73,8 @@ class WeightSync(ABC):
         """On a leader, before a `send`: until `end` the server holds nothing that has a name. False when it did not
         hold what it was told last: it is another process, which has none of the weights, or another run uses it."""
         mark = f"weights that a sync has not finished ({secrets.token_hex(8)})"
-        held = self.client.post(WEIGHTS_PATH, {"weights": mark})["held"]
+        body = {"weights": mark, "run": self.run, "unfinished": True}
+        held = self.client.post(WEIGHTS_PATH, body)["held"]
         same = self.name is None or held == self.name
         if not same:
             self.connect()
@@ -82,7 +84,7 @@ class WeightSync(ABC):
     def end(self, name: str) -> None:
         """On a leader, after a `send`: the server holds the weights `name`. WeightsLost when it is not the process
         any more that `begin` spoke to."""
-        self.client.post(WEIGHTS_PATH, {"held": self.name, "weights": name})
+        self.client.post(WEIGHTS_PATH, {"held": self.name, "weights": name, "run": self.run})
         self.name = name
 
     def reaches_same(self) -> bool:

@@ -24,12 +24,14 @@ from grpo_vlm.config.reward_sources import BY_DATA_SOURCE, check_sources
 from grpo_vlm.data.dataset import PromptDataset
 from grpo_vlm.data.sampler import steps_per_epoch
 from grpo_vlm.errors import ConfigError, DataError, GRPOVLMError, RewardError
+from grpo_vlm.model.gpus import present
 from grpo_vlm.model.load import load_policy, load_processor, load_reference
 from grpo_vlm.report.console import Console
 from grpo_vlm.report.record import Sample, spread
 from grpo_vlm.report.run_folder import BEFORE_START, SKIPPED_NAME, RunFolder
 from grpo_vlm.report.trackers import make_trackers
 from grpo_vlm.training import checkpoint
+from grpo_vlm.training.forecast import add_measured, forecast, write_plan
 from grpo_vlm.training.optimizer import check_8bit
 from grpo_vlm.training.reference import saved_reference
 from grpo_vlm.training.reward_start import (
@@ -71,7 +73,7 @@ class Session:
     ):
         quieten()
         self.config, self.stack = config, ExitStack()
-        self.skipped: list[dict[str, str]] = []  # rows that data.on_bad_media left out
+        self.skipped: list[dict[str, str]] = []  # rows left out: media that cannot be used, too long
         self.world_size, self.is_main = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0)) == 0
         self.console = Console(enabled=self.is_main)
         for notice in notices:
@@ -140,6 +142,7 @@ class Session:
         try:
             if not self.config.trainer.val_only:
                 self._on_main(lambda: check_room(self.trainer))
+                self._on_main(self._plan)
             if not self.config.trainer.val_only and not (self.config.algorithm.online_filtering and self.resume_step):
                 self.trainer.prompts.prefetch(self.resume_step or 0)  # built while the engine starts
             with self.console.phase("engine"):
@@ -147,6 +150,8 @@ class Session:
             state = None if self.resume_path is None else str(self.resume_path / "state")
             self.trainer.train(resume_from_checkpoint=state)
             self.trainer.saver.close()
+            if compared := self._on_main(lambda: add_measured(self.folder.path)):
+                self.console.note(compared)
         except (ConfigError, DataError, RewardError):  # an engine's failure leaves its log, to be read
             self.folder.abandon()  # removes the folder only when no step was recorded
             raise
@@ -247,9 +252,15 @@ class Session:
         if report.dropped_overlong:
             longest = sorted(report.dropped_overlong, key=lambda row: -row[1])[:LONGEST_NAMED]
             limit = self.config.data.max_prompt_length
+            reason = f"tokens, more than data.max_prompt_length={limit}"
+            self.skipped += [
+                {"file": key, "row": row_id, "reason": f"{tokens} {reason}"}
+                for row_id, tokens in report.dropped_overlong
+            ]
+            some = ", ".join(f"{row_id} ({tokens} tokens)" for row_id, tokens in longest)
             self.console.warn(
                 f"{key}: {len(report.dropped_overlong)} prompts are longer than data.max_prompt_length={limit}"
-                f" and were left out; the longest: {', '.join(f'{row_id} ({n} tokens)' for row_id, n in longest)}"
+                f" and were left out ({SKIPPED_NAME} in the run folder lists them); the longest: {some}"
             )
         return rows
 
@@ -265,6 +276,13 @@ class Session:
         self.console.note(try_reward(self.reward, self.train_set, tokenizer, n, wanted))
         for warning in check_golds(self.reward, [rows for rows in (self.train_set, self.val_set) if rows is not None]):
             self.console.warn(warning)
+
+    def _plan(self) -> None:
+        """Keeps what the run is expected to need, and says what will not fit."""
+        plan = forecast(self.config, self.trainer.prompts.some(), present())
+        write_plan(self.folder.path, plan)
+        for remark in plan.remarks:
+            self.console.warn(f"plan.json: {remark}")
 
     def _build_trainer(self, processor: Any) -> GRPOVLMTrainer:
         config = self.config

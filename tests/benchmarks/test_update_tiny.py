@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import measure, models, step, summary, workload
+from benchmarks import measure, memory, models, step, summary, workload
 from benchmarks.workload import Workload
 
 ROOT = Path(__file__).parents[2]
@@ -133,3 +133,15 @@ def test_the_workload_is_what_it_says():
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     length = len(processor.tokenizer(prompt)["input_ids"]) - 1 + work.image_tokens
     assert work.prompt_limit - 60 <= length <= work.prompt_limit
+
+
+@pytest.mark.slow
+def test_plans_are_put_beside_measurements(tmp_path):
+    """Full training and LoRA, each in its own process; a CPU has no peak to measure."""
+    arguments = ["--device", "cpu", "--models", "demo", "--prompts", "2", "--group", "2", "--row-tokens", "512"]
+    memory.main([*arguments, "--warmup", "1", "--steps", "1", "--out", str(tmp_path / "memory.json")])
+    found = json.loads((tmp_path / "memory.json").read_text())
+    assert found["complete"] and [case["lora"] for case in found["cases"]] == [False, True]
+    full, lora = found["cases"]
+    assert full["planned_gb"]["optimizer states"] > lora["planned_gb"]["optimizer states"] > 0
+    assert all(case["measured_update_s"] > 0 and case["measured_peak_gb"] is None for case in found["cases"])

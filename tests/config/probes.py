@@ -75,6 +75,7 @@ def make_files(folder: Path) -> None:
             "broken": ["bad.png" if number == 1 else "0.png"],
             "links": ["http://127.0.0.1:9/0.png"],
             "shown": "<video>What happens?",
+            "nothing": None,
             "clips": [{"video": [f"{frame}.png" for frame in range(4)]}],
         }
         for number in range(12)

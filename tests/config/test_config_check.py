@@ -303,7 +303,8 @@ def test_a_config_changed_in_place_is_checked_and_put_into_its_types(folder: obj
             "worker.actor.optim.lr_warmup_ratio has no effect",
         ),
         (["worker.actor.optim.min_lr_ratio=0.1"], "worker.actor.optim.min_lr_ratio has no effect"),
-        (["data.val_files=''"], "trainer.val_before_train has no effect"),
+        *(([item], "trainer.val_before_train has no effect") for item in ("data.val_files=''", "data.val_files=")),
+        (["data.val_files=null"], "trainer.val_before_train has no effect"),
         (["trainer.save_model_only=true"], "trainer.save_model_only is true"),
     ],
 )

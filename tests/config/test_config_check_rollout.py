@@ -86,7 +86,7 @@ def test_an_external_server_needs_an_address_and_a_key(
     address, key = faults("worker.rollout.placement=external")
     assert address.startswith("worker.rollout.base_url: is null; with worker.rollout.placement = external name")
     assert "environment variable GRPO_VLM_ROLLOUT_KEY, which is not set" in key
-    monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", "k")
+    monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", "k" * 16)
     assert notices(*EXTERNAL) == []
     assert notices(EXTERNAL[0], "worker.rollout.base_url=https://node7:8000/") == []
 
@@ -102,7 +102,7 @@ def test_an_external_server_needs_an_address_and_a_key(
     ],
 )
 def test_an_address_that_is_none(url: str, problem: str, faults: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", "k")
+    monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", "k" * 16)
     (text,) = faults(EXTERNAL[0], f"worker.rollout.base_url='{url}'")
     assert text.startswith(f"worker.rollout.base_url: {problem}") and "secret" not in text
 
@@ -126,6 +126,8 @@ def test_extra_arguments_may_not_be_ours(faults: Check, notices: Check) -> None:
     assert texts[0].endswith("cannot be set here: worker.rollout.gpu_memory_utilization decides it")
     assert "other users see a command line" in texts[2] and "is null" in texts[5]
     assert all(OURS.values())
+    (text,) = faults("worker.rollout.engine_kwargs={hos: 0.0.0.0}")
+    assert "engine_kwargs.hos: cannot be set here: it is short for host" in text
 
 
 @pytest.mark.parametrize(
@@ -145,13 +147,13 @@ def test_extra_arguments_may_not_be_ours(faults: Check, notices: Check) -> None:
 def test_settings_that_surprise_get_a_notice(
     items: list[str], start: str, notices: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", "k")
+    monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", "k" * 16)
     (text,) = notices(*(f"worker.rollout.{item}" for item in items))
     assert text.startswith(start)
 
 
 def test_what_an_external_server_was_not_given_by_us_is_named(notices: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", "k")
+    monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", "k" * 16)
     (text,) = notices(*EXTERNAL, "worker.rollout.enforce_eager=true", "worker.rollout.port=4000")
     assert text.startswith("worker.rollout.enforce_eager, port: no effect on a server that runs already")
     assert set(STARTS_SERVER) < set(VLLM_ONLY) <= set(vars(RolloutConfig()))

@@ -161,6 +161,7 @@ EASYR1 = {
     "trainer.find_last_checkpoint": True,
 }
 DEVIATIONS = {
+    "data.answer_key": None,  # what rows of each shape have; a name comes first, "answer" too
     "worker.rollout.tensor_parallel_size": None,
     "worker.rollout.dtype": "auto",
     "worker.actor.loss_avg_mode": None,  # token, or what a loss of TRL's implies

@@ -6,6 +6,7 @@ Shape legend: S scored tokens of all completions, in order.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -148,13 +149,14 @@ def groups(model: nn.Module, questions: Sequence[Question]) -> list[PackGroup]:
 
 
 def packed_row(
-    model: nn.Module, questions: Sequence[Question], *, multiple: int = 16, split: bool = True
+    model: nn.Module, questions: Sequence[Question], *, multiple: int = 16, cuts: Sequence[int] = (1,)
 ) -> PackedRow:
-    """One row of all questions. split: the first one's completions in two documents, the prompt repeated."""
-    made = groups(model, questions)
-    count = len(made[0].completions)
-    if split and count > 1:
-        made[:1] = [made[0].part([0]), made[0].part(range(1, count))]
+    """One row of all questions. cuts: after how many of a question's completions it goes on in a second document, its
+    prompt repeated; by default the first question's after one."""
+    made = []
+    for group, cut in zip_longest(groups(model, questions), cuts[: len(questions)], fillvalue=0):
+        count = len(group.completions)
+        made += [group.part(range(cut)), group.part(range(cut, count))] if 0 < cut < count else [group]
     return build_row(made, multiple=multiple)
 
 

@@ -7,6 +7,7 @@ scores. The reduced gradients are those of all rows in one process, divided by t
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 
 import deepspeed
 import torch
@@ -77,9 +78,8 @@ def through_zero3(model: nn.Module, rows: list[PackedRow]) -> dict[str, Tensor]:
     return {name: safe_get_full_grad(parameter) for name, parameter in model.named_parameters()}
 
 
-def work(rank: int, kind: str, meeting: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}  # DeepSpeed reads these
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+def compare(rank: int, kind: str) -> None:
+    """The schemes' gradients with those of all rows in one process."""
     model = packed_model(kind)
     expected = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for number in range(RANKS):
@@ -89,10 +89,17 @@ def work(rank: int, kind: str, meeting: str) -> None:
     rows = rows_of(rank, model)
     for scheme in (through_ddp, through_fsdp2, through_zero3):
         cases.assert_same_gradients(scheme(packed_model(kind), rows), expected)
-        print(f"{scheme.__name__} ok", flush=True)
+        print(f"{kind} {scheme.__name__} ok", flush=True)
+
+
+def work(rank: int, kinds: Sequence[str], meeting: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}  # DeepSpeed reads these
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    for kind in kinds:
+        compare(rank, kind)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:  # forked, so that the imports are paid for once
-        start_processes(work, (sys.argv[1], f"{folder}/meeting"), nprocs=RANKS, start_method="fork")
+        start_processes(work, (sys.argv[1:], f"{folder}/meeting"), nprocs=RANKS, start_method="fork")

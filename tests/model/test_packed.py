@@ -2,6 +2,7 @@
 wrapper that training puts around a model."""
 
 import copy
+import itertools
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig
@@ -99,7 +100,13 @@ def test_flex_attention_scores_the_same(parts, monkeypatch, repeat_below):
 MEDIA = st.sampled_from([(), ("image",), ("image", "image"), ("video",), ("shared",), ("shared", "image")])
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=3)
 SIDES = st.sampled_from([4, 6, 8, 10])
-QUESTIONS = st.lists(st.tuples(MEDIA, LENGTHS, st.integers(1, 12), SIDES, SIDES), min_size=1, max_size=3)
+CUTS = st.integers(0, 2)  # after how many completions a group is split, its prompt repeated
+QUESTIONS = st.lists(st.tuples(MEDIA, LENGTHS, CUTS, st.integers(1, 12), SIDES, SIDES), min_size=1, max_size=3)
+SPLIT = [
+    (("shared", "image"), [2, 1, 4], 1, 5, 8, 6),
+    (("video",), [3, 1], 1, 2, 4, 8),
+    (("shared",), [1, 5, 2], 2, 7, 4, 4),
+]
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
@@ -107,13 +114,14 @@ def test_drawn_rows_equal_single_samples(kind):
     model = cases.tiny(kind)
     enable_packing(model)  # the reference then runs through the same model's plain form
 
-    @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(QUESTIONS, st.booleans(), st.sampled_from([1, 32]))
-    def compare(specs, split, multiple):
+    @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @example(SPLIT, 32)  # three groups in six documents
+    @given(QUESTIONS, st.sampled_from([1, 32]))
+    def compare(specs, multiple):
         draw = Draw()
         shared = draw.media(IMAGE, 1, 4, 6, "shared")
         questions = []
-        for number, (media, lengths, text, h, w) in enumerate(specs):
+        for number, (media, lengths, _, text, h, w) in enumerate(specs):
             items = [
                 shared
                 if name == "shared"
@@ -129,7 +137,7 @@ def test_drawn_rows_equal_single_samples(kind):
             questions.append(draw.question(kind, items, lengths, text))
         scores = cases.single_scores(model, questions)
         expected = cases.gradients(model, cases.weighted(*scores))
-        row = cases.packed_row(model, questions, multiple=multiple, split=split)
+        row = cases.packed_row(model, questions, multiple=multiple, cuts=[cut for _, _, cut, *_ in specs])
         check(model, row, [score.detach() for score in scores], expected)
 
     compare()
@@ -151,13 +159,14 @@ def test_a_blank_row_reaches_every_parameter_with_zero(parts):
 
 def test_two_ranks_reduce_to_the_gradients_of_one():
     """DDP, FSDP2 and ZeRO-3 over gloo, in one pair of processes."""
-    command = [sys.executable, "-m", "tests.model.packed_worker", "qwen3_vl"]
+    kinds = ("qwen2_5_vl", "qwen3_vl")
+    command = [sys.executable, "-m", "tests.model.packed_worker", *kinds]
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    for scheme in ("ddp", "fsdp2", "zero3"):
-        assert done.stdout.count(f"through_{scheme} ok") == 2
+    for kind, scheme in itertools.product(kinds, ("ddp", "fsdp2", "zero3")):
+        assert done.stdout.count(f"{kind} through_{scheme} ok") == 2
 
 
 # ---------------------------------------------------------------- a frozen tower
@@ -170,7 +179,7 @@ def test_a_frozen_tower_runs_once_per_picture(parts):
     passes = []
     frozen.model.visual.register_forward_hook(lambda module, inputs, _: passes.append(len(inputs[0])))
     cache = FeatureCache()
-    first = cases.packed_row(model, questions[:2], split=False)
+    first = cases.packed_row(model, questions[:2], cuts=())
     row = cases.packed_row(model, questions)
     with torch.no_grad():
         frozen(packed=first, features=cache, **SCORING)  # the old log-probs, in other rows

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
@@ -58,6 +59,10 @@ def serve(path, port, log):
     )
 
 
+def external(url):
+    return ["placement=external", f"base_url={url}"]
+
+
 @pytest.fixture
 def own_server(path, tmp_path, monkeypatch):
     """An engine of a server that its user starts, and what starts it (again)."""
@@ -70,8 +75,8 @@ def own_server(path, tmp_path, monkeypatch):
         running.append(serve(path, port, log))
         engine.server and engine.server.start()  # until it answers
 
-    items = ["worker.rollout.placement=external", f"worker.rollout.base_url=http://127.0.0.1:{port}"]
-    engine = engine_of(path, tmp_path / "run", *items)
+    items = external(f"http://127.0.0.1:{port}")
+    engine = engine_of(path, tmp_path / "run", *(f"worker.rollout.{item}" for item in items))
     start()
     yield engine, start
     engine.close()
@@ -117,6 +122,25 @@ def test_a_server_that_its_user_starts_again_is_given_all_weights_again(path, ow
     engine.sync(model, 4)
     assert difference(engine, model, rows) <= BOUND
     assert engine.metrics()["rollout/restarts"] == 1 and "holds other weights" in said[0] and probe.due(90)
+
+
+def test_another_run_waits_until_the_answers_are_made(path, own_server):
+    """Two runs at one server, which is meant for one: no answer is made with the other run's weights."""
+    engine, _ = own_server
+    other = engine_of(path, engine.run_dir, *(f"worker.rollout.{item}" for item in external(engine.rollout.base_url)))
+    engine.warn = other.warn = lambda text: None
+    engine.start()
+    other.start()
+    rows = prompts(engine.processor)
+    models = [load(path), load(path)]
+    for seed, model in enumerate(models):
+        perturb(model, seed)
+    for version in range(2):
+        engine.sync(models[0], version)
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(difference, engine, models[0], rows * 4)
+            other.sync(models[1], version)
+            assert difference(other, models[1], rows) <= BOUND and found.result() <= BOUND
 
 
 def test_a_server_that_runs_already_is_used_and_left_running(path, tmp_path, monkeypatch):

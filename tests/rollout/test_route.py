@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from grpo_vlm.errors import RolloutError
 from grpo_vlm.model.packed import prompt_positions
+from grpo_vlm.rollout import route as route_module
 from grpo_vlm.rollout import versions
 from grpo_vlm.rollout.auth import RequireKey
 from grpo_vlm.rollout.client import VLLMClient
@@ -22,7 +23,7 @@ from grpo_vlm.rollout.failures import RequestRefused, ServerGone
 from grpo_vlm.rollout.route import Vision, add_batch, cached, place_media
 from grpo_vlm.rollout.server import VLLMServer
 from grpo_vlm.rollout.types import Request, Sampling, banned_token_ids
-from grpo_vlm.rollout.wire import PATH, SHARED_TYPE, Batch, Media, WireRequest
+from grpo_vlm.rollout.wire import PATH, SHARED_TYPE, WEIGHTS_PATH, Batch, Media, WireRequest
 from tests.rollout.helpers import prompts, requests
 from tests.tiny import tiny_model
 
@@ -48,6 +49,45 @@ def media(kind="image", grid=(1, 2, 4)):
 
 def ids(*values):
     return np.array(values, np.int32)
+
+
+# --- whose weights the server holds ---
+
+
+def ask(route, body=None):
+    """Status and JSON of one request to WEIGHTS_PATH."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=None))
+    headers = [(b"content-length", str(len(json.dumps(body))).encode())]
+    scope = {"type": "http", "path": WEIGHTS_PATH, "method": "GET" if body is None else "POST", "headers": headers}
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    asyncio.run(route(scope | {"app": app}, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+def test_one_run_at_a_time_names_the_weights(monkeypatch):
+    monkeypatch.setattr(route_module, "IDLE_S", 0.1)
+    route = route_module.GenerateRoute(None)
+    assert ask(route) == (200, {"held": None, "adapters": False})
+    assert ask(route, {"weights": "half of a", "run": "a", "unfinished": True}) == (200, {"held": None})
+    status, answer = ask(route, {"weights": "half of b", "run": "b", "unfinished": True})
+    assert status == 409 and "another run is sending its weights" in answer["error"]["message"]
+    assert ask(route, {"weights": "a", "run": "a", "held": "other"})[0] == 412
+    assert ask(route, {"weights": "a", "run": "a", "held": "half of a"}) == (200, {"held": "half of a"})
+    route.running = 1
+    status, answer = ask(route, {"weights": "half of b", "run": "b", "unfinished": True})
+    assert status == 409 and "still makes answers with a: it serves one run" in answer["error"]["message"]
+    route.running = 0
+    assert ask(route, {"weights": "half of b", "run": "b", "unfinished": True}) == (200, {"held": "a"})
+    route.unfinished_until = 0.0  # b is gone
+    assert ask(route, {"weights": "a", "run": "a"})[0] == 200
 
 
 # --- where media stand in the prompt ---

@@ -43,12 +43,21 @@ def test_all_faults_are_named_at_once():
     assert "worker.actor.model.model_path: is empty" in message and f"worker.rollout.port: {port} is in use" in message
 
 
-@pytest.mark.parametrize("key", [None, "short"])
-def test_there_must_be_a_key(key, monkeypatch):
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        (None, "is not set"),
+        ("tiny", "is shorter than 16 characters"),
+        ("a secret of a file\n", "holds a blank, a line break"),
+        ("k" * 16 + "\u00e9", "or a letter outside ASCII"),
+    ],
+)
+def test_there_must_be_a_key(key, problem, monkeypatch):
     monkeypatch.delenv("GRPO_VLM_ROLLOUT_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", key)
-    with pytest.raises(ConfigError, match=r"GRPO_VLM_ROLLOUT_KEY: is not set, .* export GRPO_VLM_ROLLOUT_KEY="):
+    with pytest.raises(ConfigError, match=rf"GRPO_VLM_ROLLOUT_KEY: .*{problem}.*; set it .* export") as caught:
         read_key()
+    assert key is None or key not in str(caught.value)
     monkeypatch.setenv("GRPO_VLM_ROLLOUT_KEY", "k" * 16)
     assert read_key() == "k" * 16

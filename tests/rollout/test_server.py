@@ -22,6 +22,7 @@ from grpo_vlm.rollout import versions
 from grpo_vlm.rollout.command import ServerSettings
 from grpo_vlm.rollout.guard import end_in_words
 from grpo_vlm.rollout.server import GUARD, ExternalServer, VLLMServer
+from grpo_vlm.rollout.wire import WEIGHTS_PATH
 from tests.tiny import tiny_model
 
 # A process that starts another in a session of its own, as a daemon would, and waits.
@@ -225,7 +226,8 @@ class Answers(BaseHTTPRequestHandler):
         wrong = self.path != "/health" and self.headers["Authorization"] != "Bearer key"
         self.send_response(401 if wrong else 200)
         self.end_headers()
-        self.wfile.write(json.dumps(self.models).encode())
+        answer = {"held": None, "adapters": False} if self.path == WEIGHTS_PATH else self.models
+        self.wfile.write(answer.encode() if isinstance(answer, str) else json.dumps(answer).encode())
 
     def log_message(self, *_):
         pass
@@ -265,6 +267,18 @@ def test_an_external_server_is_found_and_left_alone(external):
 def test_an_external_server_that_will_not_do(external, key, served, message):
     with pytest.raises(RolloutError, match=message):
         external(key, {"data": [{"id": "policy", "max_model_len": 256} | served]}).start()
+
+
+def test_a_server_for_whole_models_is_refused_by_a_run_with_adapters(external):
+    server = external()
+    server.settings = dataclasses.replace(server.settings, lora_rank=8)
+    with pytest.raises(RolloutError, match="was started for whole models, and this run sends LoRA adapters"):
+        server.start()
+
+
+def test_a_page_is_no_server(external):
+    with pytest.raises(RolloutError, match="is no rollout server: it sends no JSON"):
+        external(models="<html>").start()
 
 
 def test_an_external_server_that_is_not_there(settings):

@@ -1,6 +1,7 @@
 """Whole runs on rows with pictures, videos, both and none: the engine sees what the trainer scores."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -79,14 +80,16 @@ def test_bad_media_are_an_error_or_left_out_and_listed(tmp_path, tmp_path_factor
         Run(config, train_rows=rows, reward=hashed_reward).train()
     skip = {"data.on_bad_media": "skip", "trainer.find_last_checkpoint": True, "trainer.save_freq": 1}
     config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **changes, **skip)
+    rows.append({**good[0], "problem": "<image>" + "long " * 600})
     Run(config, train_rows=rows, reward=hashed_reward).train()
     listed = [json.loads(line) for line in (tmp_path / "run" / "skipped_rows.jsonl").read_text().splitlines()]
-    assert [row["row"].rpartition(":")[2] for row in listed] == ["2", "5"] and "empty.webm" in listed[1]["reason"]
+    assert [row["row"].rpartition(":")[2] for row in listed] == ["2", "5", "7"] and "empty.webm" in listed[1]["reason"]
+    assert re.fullmatch(r"\d+ tokens, more than data\.max_prompt_length=600", listed[2]["reason"])
     shown = capsys.readouterr()
     text = " ".join((shown.out + shown.err).split())
     assert "2 rows were left out" in text and "1 rows show a moving picture" in text and "easyr1 rows" in text
     # the same rows go on without a word; one that can be used now changes the order, which is said
-    for mended, count, said in ((gone, 2, False), (good[0], 1, True)):
+    for mended, count, said in ((gone, 3, False), (good[0], 2, True)):
         changes["trainer.max_steps"] = changes.get("trainer.max_steps", 1) + 1
         config = settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **changes, **skip)
         Run(config, train_rows=[*rows[:2], mended, *rows[3:]], reward=hashed_reward).train()
@@ -94,5 +97,5 @@ def test_bad_media_are_an_error_or_left_out_and_listed(tmp_path, tmp_path_factor
         shown = capsys.readouterr()
         text = " ".join((shown.out + shown.err).split())
         assert len(listed) == count
-        assert ("the training rows are others than those of global_step_2 (5 of 7 rows, " in text) == said
-    assert "6 of 7 rows, " in text
+        assert ("the training rows are others than those of global_step_2 (5 of 8 rows, " in text) == said
+    assert "6 of 8 rows, " in text
