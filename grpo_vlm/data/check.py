@@ -6,9 +6,11 @@ Qwen2.5-VL's and the text is counted by the demo's small tokenizer, which the re
 """
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,13 +22,14 @@ from transformers import AutoProcessor
 from grpo_vlm.config import Config, load_config
 from grpo_vlm.data.dataset import PromptDataset, Verdict
 from grpo_vlm.data.lengths import Scan, scan_rows
+from grpo_vlm.data.row_sources import parts_of
 from grpo_vlm.data.rows import Prompt
-from grpo_vlm.data.sources import parts_of
 from grpo_vlm.data.video import ClipShape
 from grpo_vlm.errors import ConfigError
 
 BARS, BAR_WIDTH = 12, 40
 SHOWN_ROWS, LONGEST_ROWS = 3, 10
+SETTING = re.compile(r"[+~]*\w+(\.\w+)*=")  # as on the command line of train.py: verl's keys and EasyR1's, too
 QWEN_SIZE = {"shortest_edge": 3136, "longest_edge": 12845056}  # Qwen2.5-VL's own bounds in pixels
 ESTIMATE = (
     "No worker.actor.model.model_path is set: pictures are counted by Qwen2.5-VL's rule (28 pixels a token side), "
@@ -54,10 +57,14 @@ def main(arguments: Sequence[str], load_processor: Callable[[Config], Any], cons
     parser = argparse.ArgumentParser(prog="grpo-vlm data", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("command", choices=("check",))
     parser.add_argument("--config", metavar="FILE")
+    parser.add_argument("--config-name", metavar="NAME", action="append", default=[])  # verl's, of Hydra
+    parser.add_argument("--config-path", metavar="FOLDER", action="append", default=[])
     parser.add_argument("items", nargs="*", metavar="FILE | key=value", help="PATH[@split],..., and settings")
     options = parser.parse_intermixed_args(arguments)
-    overrides = [item for item in options.items if item.startswith(("data.", "worker.")) and "=" in item]
+    overrides = [item for item in options.items if SETTING.match(item) and not Path(item).exists()]
     named = [item for item in options.items if item not in overrides]
+    overrides += [f"hydra.config_name={name}" for name in options.config_name]
+    overrides += [f"hydra.config_path={folder}" for folder in options.config_path]
     config = load_config(options.config, overrides)
     sources = named or [source for source in (config.data.train_files, config.data.val_files) if source]
     if not sources:
@@ -84,7 +91,7 @@ def check(source: str, settings: Any, processor: Any, console: Console) -> Verdi
     media = Media()
     scan = scan_rows(rows.source, rows.builder, rows.workers, lambda *row: _note(media, rows, *row))
     verdict = rows.judge(scan)
-    for note in filter(None, [*rows.source.notes, verdict.answer_note(rows.row_id)]):
+    for note in filter(None, [*rows.source.notes, verdict.answer_note(rows.row_id), rows.media_note(scan)]):
         console.print(f"[yellow]note[/] {escape(note)}")
     console.print(_shapes(rows))
     console.print(_balance(scan, verdict, settings))

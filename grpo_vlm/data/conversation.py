@@ -14,7 +14,8 @@ from typing import Any
 
 import jinja2
 
-from grpo_vlm.data.entries import image_entries, inside, video_entries
+from grpo_vlm.data.cells import is_empty
+from grpo_vlm.data.entries import WRAPPINGS, check_settings, image_entries, inside, video_entries
 from grpo_vlm.data.schemas import RawRow, Schema, Turn
 from grpo_vlm.errors import DataError, MediaError
 
@@ -27,11 +28,12 @@ PART_KINDS = {"text": TEXT, "image": IMAGE, "image_url": IMAGE, "video": VIDEO, 
 @dataclass(frozen=True)
 class Part:
     """A piece of a message: text, or a picture or video. entry: what the part itself carries, None for one that
-    stands for the next of the row's column."""
+    stands for the next of the row's column. settings: what it says of that one."""
 
     kind: str
     text: str = ""
     entry: Any = None
+    settings: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,21 +118,45 @@ def _part(item: Any, place: str) -> Part:
         return Part(TEXT, item)
     if not isinstance(item, Mapping):
         raise DataError(f"{place}: a part of a message must be a dict or text, found {type(item).__name__}; fix it")
-    filled = {key: value for key, value in item.items() if value is not None}
-    kind = filled.get("type") or next((key for key in PART_KINDS if key in filled), None)
+    filled = {key: value for key, value in item.items() if not is_empty(value)}
+    kind = item.get("type") or next((key for key in PART_KINDS if item.get(key) is not None), None)
     if kind not in PART_KINDS:
         raise DataError(
             f"{place}: a part has the type {kind!r} (its keys: {', '.join(map(str, filled))}); it must be one of "
             f"{', '.join(PART_KINDS)}"
         )
     if PART_KINDS[kind] == TEXT:
-        return Part(TEXT, str(filled.get("text", "")))
-    own = {key: value for key, value in filled.items() if key != "type"}
+        return Part(TEXT, _text(filled, place))
+    return _media_part(kind, {key: value for key, value in filled.items() if key != "type"}, place)
+
+
+def _text(filled: Mapping[str, Any], place: str) -> str:
+    """The text of a part, under `text` or, as some write it, `content`."""
+    key = "content" if "content" in filled and "text" not in filled else "text"
+    if others := sorted(set(map(str, filled)) - {"type", key}):
+        raise DataError(f"{place}: a part of text has {', '.join(others)} as well; make a part of its own of it")
+    text = filled.get(key, "")
+    if isinstance(text, bool) or not isinstance(text, (str, int, float)):
+        raise DataError(f"{place}: the text of a part must be text, found {type(text).__name__} {str(text)[:40]!r}")
+    return str(text)
+
+
+def _media_part(kind: str, own: dict[str, Any], place: str) -> Part:
+    if more := [key for key in ("text", "content") if key in own]:
+        raise DataError(f"{place}: a part of the type {kind} has {more[0]} as well; make a part of its own of it")
     if kind.endswith("_url") and inside(own) is None:
         raise MediaError(
             f"{place}: a part of the type {kind} has no url; write {{'type': '{kind}', '{kind}': {{'url': ...}}}}"
         )
-    return Part(PART_KINDS[kind], entry=own if inside(own) is not None else None)
+    if PART_KINDS[kind] == IMAGE:
+        try:
+            check_settings(own)
+        except DataError as error:
+            raise DataError(f"{place}: a part of the type {kind}: {error}") from None
+    if inside(own) is not None:
+        return Part(PART_KINDS[kind], entry=own)
+    settings = {key: value for key, value in own.items() if key not in WRAPPINGS}
+    return Part(PART_KINDS[kind], settings=settings or None)
 
 
 def _marked_parts(text: str) -> Iterator[Part]:
@@ -194,7 +220,8 @@ def _assigned(
     waiting = sum(part.entry is None for part in parts)
     if waiting != len(entries):
         column = {IMAGE: schema.image, VIDEO: schema.video}[kind]
-        absent = "" if column in raw.names else f" (there is no such column; present: {', '.join(raw.names)})"
+        there = column.partition(".")[0] in raw.names
+        absent = "" if there else f" (there is no such column; present: {', '.join(raw.names)})"
         shown = "".join(part.text if part.kind == TEXT else f"<{part.kind}>" for _, parts in turns for part in parts)
         raise DataError(
             f"{row_id}: {waiting} <{kind}> marks in column {schema.prompt!r} but {len(entries)} {WORDS[kind]} in "
@@ -202,4 +229,11 @@ def _assigned(
             f"where the word itself is meant, or set data.{kind}_key"
         )
     following = iter(entries)
-    return [next(following) if part.entry is None else part.entry for part in parts]
+    return [_with_settings(next(following), part) if part.entry is None else part.entry for part in parts]
+
+
+def _with_settings(entry: Any, part: Part) -> Any:
+    """A video of the row's column with what its part says of it."""
+    if part.settings is None or part.kind == IMAGE:
+        return entry
+    return {**(entry if isinstance(entry, Mapping) else {VIDEO: entry}), **part.settings}

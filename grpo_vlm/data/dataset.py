@@ -5,6 +5,7 @@ Rows are read when they are needed, so a data set can be larger than memory and 
 """
 
 import os
+import re
 import shlex
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,15 @@ from typing import Any
 
 from grpo_vlm.data.cache import short_hash
 from grpo_vlm.data.lengths import Scan, cached_scan
+from grpo_vlm.data.row_sources import parts_of
 from grpo_vlm.data.rows import Prompt, PromptBuilder, overlong_message
 from grpo_vlm.data.schemas import Schema
-from grpo_vlm.data.sources import open_source, parts_of
+from grpo_vlm.data.sources import open_source
 from grpo_vlm.errors import DataError
 
 LISTED_FAULTS = 10
 NAMED_ROWS = 3  # in a note about many
+LIKE_MEDIA = re.compile(r"image|img|pic|photo|figure|video|clip|frame", re.IGNORECASE)  # in a column's name
 FIRST_ROWS = 8  # that tell the shape of a source
 
 
@@ -159,10 +162,20 @@ class PromptDataset:
             )
         self.kept = verdict.kept
         self.mark = f"{len(self.kept)} of {len(self.source)} rows, {short_hash(scan.content, str(self.kept))}"
-        notes = [*notes, *filter(None, [verdict.answer_note(self.row_id)])]
+        notes = [*notes, *filter(None, [verdict.answer_note(self.row_id), self.media_note(scan)])]
         longest = max(scan.tokens[row] for row in self.kept)
         return DataReport(
             len(self.source), self.kept, verdict.overlong, longest, verdict.skipped, scan.cached, tuple(notes)
+        )
+
+    def media_note(self, scan: Scan) -> str:
+        """That no row shows anything while a column sounds like media; "" where all is well."""
+        passed = [name for name in self.source.columns if LIKE_MEDIA.search(name)]
+        if any(scan.media_tokens) or scan.faults or not passed:
+            return ""
+        return (
+            f"no row shows a picture or a video; the columns are {', '.join(self.source.columns)}, and "
+            f"{' or '.join(passed)} may be meant: data.image_key and data.video_key name theirs"
         )
 
     def judge(self, scan: Scan) -> Verdict:

@@ -25,6 +25,10 @@ LONGEST_NAME = 255  # characters of a path; longer text is data
 FEWEST_BASE64 = 40  # shorter text is taken for a path that does not exist
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 WRAPPINGS = ("bytes", "path", "url", "image_url", "image", "video_url", "video")  # keys that may hold the entry
+FACTS = (  # further keys of a picture, which change nothing of it
+    *("type", "detail", "id", "name", "file_name", "filename", "caption", "alt"),
+    *("format", "mode", "width", "height", "mime_type", "media_type"),
+)
 STILL_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 CONNECT_S, READ_S = 10.0, 60.0
 MAX_REMOTE_BYTES = 2**28  # of one file that is fetched
@@ -34,8 +38,30 @@ def image_entries(cell: Any) -> list[Any]:
     """The pictures of one cell as a list.
 
     Accepts None, "", NaN (pandas' empty cell), one entry, a list of entries or of nothing but None, or a list of paths
-    written as JSON text.
+    written as JSON text. Raises DataError for a picture with settings of its own, which nothing takes.
     """
+    entries = _entries(cell)
+    for entry in entries:
+        if isinstance(entry, Mapping):
+            check_settings(entry)
+    return entries
+
+
+def check_settings(entry: Mapping[str, Any]) -> None:
+    """Raises DataError for a picture's keys that nothing takes, such as max_pixels or crop."""
+    filled = {key: value for key, value in entry.items() if value is not None}
+    if unknown := sorted(map(str, set(filled) - {*WRAPPINGS, *FACTS})):
+        raise DataError(
+            f"a picture has the keys {', '.join(unknown)}, which are not taken (it is in {', '.join(WRAPPINGS)}); "
+            "resize or crop the file, set data.max_pixels and data.min_pixels for all, or remove them"
+        )
+    for inner in filled.values():
+        if isinstance(inner, Mapping):
+            check_settings(inner)
+
+
+def _entries(cell: Any) -> list[Any]:
+    """The entries of one cell."""
     if cell is None or (isinstance(cell, str) and not cell.strip()) or (isinstance(cell, float) and math.isnan(cell)):
         return []
     if isinstance(cell, str) and cell.lstrip().startswith("["):
@@ -55,7 +81,7 @@ def video_entries(cell: Any) -> list[Any]:
 
     Raises DataError.
     """
-    entries = image_entries(cell)
+    entries = _entries(cell)
     return [entries] if entries and all(map(_is_still, entries)) else entries
 
 
@@ -101,7 +127,8 @@ def read_entry(entry: Any, folder: str | None = None, allow_remote: bool = False
 
     entry: PIL image, bytes, base64 text, data URI, path, URL or a mapping with one of them. Relative paths are joined
     to `folder` when that is set. http(s) is fetched with allow_remote alone, other schemes (file, s3, hdfs, memory)
-    through fsspec. Raises MediaError.
+    through fsspec. Raises MediaError, and DataError where not the entry is at fault but the setup: links that are not
+    allowed, an absent driver.
     """
     if isinstance(entry, Mapping):
         wrapped = inside(entry)
@@ -133,7 +160,7 @@ def _read_text(text: str, folder: str | None, allow_remote: bool) -> bytes | Pat
     scheme = text.partition("://")[0].rpartition("::")[2].lower() if "://" in text[:32] else ""  # simplecache::http
     if scheme in ("http", "https"):
         if not allow_remote:
-            raise MediaError(
+            raise DataError(
                 f"{text[:80]!r} is a link, and links are not read unless data.allow_remote_media=true; set it, or "
                 "give bytes or a local path"
             )
@@ -203,10 +230,8 @@ def _open_remote(address: str) -> bytes:
         system, path = file_system(address)
         with system.open(path, "rb") as file:
             return _at_most(address, file.read(MAX_REMOTE_BYTES + 1))
-    except MediaError:
+    except DataError:  # its driver is absent, or does not connect: nothing of the row
         raise
-    except DataError as error:  # its driver is absent, or does not connect
-        raise MediaError(str(error)) from error
     except Exception as error:  # each driver has its own kinds of error
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise MediaError(f"{address[:80]!r} cannot be read: {reason}; check the address") from error

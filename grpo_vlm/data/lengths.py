@@ -20,8 +20,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from grpo_vlm.data.cache import cache_dir, file_state, short_hash, write_entry
+from grpo_vlm.data.row_sources import RowSource
 from grpo_vlm.data.rows import PromptBuilder
-from grpo_vlm.data.sources import RowSource
 from grpo_vlm.errors import DataError, MediaError
 
 LIBRARIES = ("transformers", "tokenizers", "pillow", "qwen-vl-utils", "av", "torchcodec")

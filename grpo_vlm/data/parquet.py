@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_vlm.data import parquet_copy
+from grpo_vlm.data.arrow_rows import class_names, rows_of, values_of
 from grpo_vlm.data.cache import cached_folder, check_unchanged, content_hash, file_state, size_and_time
 from grpo_vlm.errors import DataError
 
@@ -44,6 +45,7 @@ class ParquetSource:
         self.notes: list[str] = []
         self._states = [size_and_time(path) for path in self.paths]
         files = [_RowGroups(path) for path in self.paths]
+        self._names = {name: labels for file in files for name, labels in file.class_names.items()}
         small = sum(file.total_bytes for file in files) <= KEPT_BYTES
         self._files = [file if small or file.largest_bytes <= GROUP_BYTES else self._by_rows(file) for file in files]
         self.columns = list(dict.fromkeys(column for file in self._files for column in file.columns))
@@ -71,7 +73,7 @@ class ParquetSource:
             group = bisect_right(self._starts, at) - 1
             begin = at - self._starts[group]
             table = self._group(group).slice(begin, min(end - at, self._starts[group + 1] - at))
-            found += table.to_pylist()
+            found += rows_of(table, self._names)
             at += table.num_rows
         return found
 
@@ -90,12 +92,15 @@ class ParquetSource:
     def column(self, name: str) -> Iterator[Any]:
         """The values of one column in order; no other column is read from the file."""
         at = 0
-        for path in self.paths:
+        for path, state in zip(self.paths, self._states, strict=True):
+            check_unchanged(path, state)
             with pq.ParquetFile(path) as file:
                 names = [name] if name in file.schema_arrow.names else []
                 for batch in file.iter_batches(columns=names, use_threads=False):
                     rows = slice(max(self._first - at, 0), max(self._last - at, 0))
-                    values = batch.column(0).to_pylist() if names else [None] * batch.num_rows
+                    values = [None] * batch.num_rows
+                    if names:
+                        values = values_of(batch.schema.field(0), batch.column(0), self._names)
                     yield from values[rows]
                     at += batch.num_rows
 
@@ -120,15 +125,16 @@ class ParquetSource:
             self._kept.move_to_end(number)
             return self._kept[number]
         file, group = self._groups[number]
+        check_unchanged(self.paths[file], self._states[file])
         try:
             if file not in self._readers:
                 if len(self._readers) >= OPEN_FILES:
                     self._readers.clear()
-                check_unchanged(self.paths[file], self._states[file])
                 self._readers[file] = self._files[file].reader()
             table = self._files[file].read(self._readers[file], group)
         except (pa.ArrowException, OSError) as error:
             raise self._unreadable(file, group, error) from error
+        check_unchanged(self.paths[file], self._states[file])
         self._kept[number] = table
         held = sum(kept.nbytes for kept in self._kept.values())
         while held > KEPT_BYTES and len(self._kept) > 1:
@@ -156,6 +162,7 @@ class _RowGroups:
         with pq.ParquetFile(path) as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
             self.columns = list(file.schema_arrow.names)
+            self.class_names = class_names(file.schema_arrow)
         self.sizes = [group.num_rows for group in groups]
         self.largest_bytes = max((group.total_byte_size for group in groups), default=0)
         self.total_bytes = sum(group.total_byte_size for group in groups)

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_vlm.data.entries import image_entries
 from grpo_vlm.data.prepared import THINK_BOXED, Task, cell, each_row, picture, raw_rows
-from grpo_vlm.data.sources import RowSource
+from grpo_vlm.data.row_sources import RowSource
 
 HELP = "Geometry3K: geometry questions with diagrams"
 HUB_ID = "hiyouga/geometry3k"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_vlm.data.prepared import THINK_ANSWER, Task, cell, each_row, ninety_ten, picture, raw_rows
+from grpo_vlm.data.row_sources import RowSource
 from grpo_vlm.data.schemas import ANSWER_TAG
-from grpo_vlm.data.sources import RowSource
 
 HELP = "Multimodal Open-R1 8k: mathematics questions with a picture"
 HUB_ID = "lmms-lab/multimodal-open-r1-8k-verified"

@@ -14,8 +14,9 @@ from huggingface_hub import snapshot_download
 
 from grpo_vlm.config.locations import scheme_of
 from grpo_vlm.data.prepared import THINK_LETTER, Task, cell, each_row, ninety_ten
+from grpo_vlm.data.row_sources import RowSource
 from grpo_vlm.data.schemas import ANSWER_TAG
-from grpo_vlm.data.sources import RowSource, open_source
+from grpo_vlm.data.sources import open_source
 from grpo_vlm.errors import DataError
 from grpo_vlm.hub import data_folder, uses_modelscope
 

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 from grpo_vlm.config.locations import scheme_of
 from grpo_vlm.data.entries import read_entry
 from grpo_vlm.data.remote import write_file
-from grpo_vlm.data.sources import RowSource, open_source
+from grpo_vlm.data.row_sources import RowSource
+from grpo_vlm.data.sources import open_source
 from grpo_vlm.errors import DataError
 
 THINK_BOXED = "Reason step by step inside <think> </think> first, then write the final answer inside \\boxed{}."

@@ -22,7 +22,7 @@ from grpo_vlm.data.media import SizeRule, image_facts
 from grpo_vlm.data.pictures import Clip, MediaSettings, Picture, Pictures, metadata
 from grpo_vlm.data.schemas import Keys, RawRow, Schema, answer_text, check_text, detect
 from grpo_vlm.data.video import ClipShape, clip_shape
-from grpo_vlm.errors import ConfigError, DataError, MediaError
+from grpo_vlm.errors import ConfigError, DataError
 
 TEXT_CACHE_SIZE = 4096  # rendered and tokenised questions kept per process: generated data sets repeat a few hundred
 MediaSize = tuple[int, int] | ClipShape  # of a picture, (width, height); of a video, what is shown of it
@@ -231,9 +231,9 @@ class PromptBuilder:
         """make(entry), whose faults get their place."""
         try:
             return make(entry)
-        except MediaError as error:
+        except DataError as error:
             word = WORDS[kind].removesuffix("s")
-            raise MediaError(f"{row_id}: column {column!r}, {word} {index}: {error}") from error.__cause__
+            raise type(error)(f"{row_id}: column {column!r}, {word} {index}: {error}") from error.__cause__
 
     def _read(self, row: Mapping[str, Any], row_id: str) -> tuple[Schema, RawRow, Conversation]:
         schema = self.schemas.get(row_id.rpartition(":")[0])
@@ -256,7 +256,7 @@ class PromptBuilder:
         return question
 
     def _render(self, talk: Conversation, clips: Sequence[ClipShape], row_id: str) -> _Question:
-        processor, text = self.processor, self._apply_chat_template(talk.messages)
+        processor, text = self.processor, self._apply_chat_template(talk.messages, row_id)
         for kind, token, wanted in (
             (IMAGE, processor.image_token, len(talk.images)),
             (VIDEO, processor.video_token, len(talk.videos)),
@@ -282,16 +282,21 @@ class PromptBuilder:
         }
         return self.processor.replace_video_token(made, 0)
 
-    def _apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+    def _apply_chat_template(self, messages: list[dict[str, Any]], row_id: str) -> str:
+        path = self._chat_template_path
         try:
             return self.processor.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, chat_template=self._chat_template
             )
         except jinja2.TemplateSyntaxError as error:
-            if self._chat_template is None:  # the model's own template
+            if path is None:  # the model's own template
                 raise
-            place = f"{self._chat_template_path}, line {error.lineno}"
+            place = f"{path}, line {error.lineno}"
             raise ConfigError(f"data.override_chat_template: {place}: {error.message}; fix it") from None
+        except (jinja2.TemplateError, TypeError) as error:  # what it refuses itself, or a name that is not there
+            whose = "the model's chat template" if path is None else f"data.override_chat_template ({path})"
+            reason = " ".join(str(error).split())
+            raise DataError(f"{row_id}: {whose} cannot write this row: {reason}; fix one of the two") from error
 
     def _expand(self, token_ids: list[int], shown: Sequence[Picture], clips: Sequence[Clip]) -> list[int]:
         """One placeholder per merged patch in the place of each picture and each grid step."""

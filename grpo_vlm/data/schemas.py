@@ -22,11 +22,13 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_vlm.data.cells import is_empty, listed, reached, without
 from grpo_vlm.errors import DataError
 
 PROMPT_NAMES = ("prompt", "messages", "problem", "question")
 VERL_ANSWER = "reward_model.ground_truth"
 ANSWER_NAMES = ("answer", VERL_ANSWER, "solution", "ground_truth")
+FOUND_ANSWERS = (VERL_ANSWER, "answer", "solution", "ground_truth")  # in this order, unless data.answer_key names one
 IMAGE_NAMES = ("images", "image")
 VIDEO_NAMES = ("videos", "video")
 AUDIO_NAMES = ("audio", "audios")
@@ -39,7 +41,7 @@ class Keys:
     """What the user asked for; the defaults stand for "not set". empty_answer: data.allow_empty_answer."""
 
     prompt: str = "prompt"
-    answer: str = "answer"
+    answer: str | None = None
     image: str = "images"
     video: str = "videos"
     empty_answer: bool = False
@@ -77,9 +79,11 @@ class RawRow:
 class Schema:
     """One shape with its columns. prompt, answer, image, video: names of columns; answer None where no column has it.
 
-    conversation: the question is a list of messages. media_first: pictures without a mark stand before the question
-    (R1-V, TRL) instead of being a fault. answered: without an answer column, the conversation's last message is the
-    answer; else such rows have none, and the reward works with the other columns. empty_answer: a row may have none.
+    media: the columns of pictures and videos that are there. conversation: the question is a list of messages.
+    media_first: pictures without a mark stand before the question (R1-V, TRL) instead of being a fault. answered:
+    without an answer column, the conversation's last message is the answer; else such rows have none, and the reward
+    works with the other columns. empty_answer: a row may have none. absent: keys of media that the user set and that
+    are no column.
     """
 
     name: str
@@ -91,6 +95,8 @@ class Schema:
     media_first: bool
     answered: bool = False
     empty_answer: bool = False
+    media: tuple[str, ...] = ()
+    absent: tuple[tuple[str, str], ...] = ()
 
     @property
     def description(self) -> str:
@@ -100,13 +106,17 @@ class Schema:
             answer = f"answer in {self.answer!r}"
         elif self.answered:
             answer = f"answer in the last message of {self.prompt!r}"
-        return f"{self.name} rows: question in {self.prompt!r}, {answer}, media in {self.image!r} and {self.video!r}"
+        media = f"media in {' and '.join(map(repr, self.media))}" if self.media else "no column of pictures or videos"
+        if self.name == "openai":
+            media += ", and what the messages carry"
+        return f"{self.name} rows: question in {self.prompt!r}, {answer}, {media}"
 
     def read(self, row: Mapping[str, Any], row_id: str) -> RawRow:
         """Raises DataError naming row, column and what was found."""
         for name in AUDIO_NAMES:
-            if row.get(name) is not None and name not in (self.prompt, self.answer):
+            if not is_empty(row.get(name)) and name not in (self.prompt, self.answer):
                 raise DataError(f"{row_id}: column {name!r} is filled, but audio is not supported; remove the column")
+        check_media_keys(self.absent, row, row_id)
         turns = self._turns(self._cell(row, row_id, self.prompt), row_id)
         answer, turns = self._answer(row, row_id, turns)
         if turns[-1].role not in ("user", "tool"):
@@ -115,8 +125,9 @@ class Schema:
                 "the user's (the answer goes into a column of its own)"
             )
         image, video = _filled(row, self.image, IMAGE_NAMES), _filled(row, self.video, VIDEO_NAMES)
-        kept = {key: value for key, value in row.items() if key not in (self.image, self.video, image, video)}
-        return RawRow(turns, row.get(image), row.get(video), answer, kept, tuple(row))
+        media = (self.image, self.video, image, video)
+        kept = {key: without(key, value, media) for key, value in row.items() if key not in media}
+        return RawRow(turns, reached(row, image), reached(row, video), answer, kept, tuple(row))
 
     def _turns(self, cell: Any, row_id: str) -> list[Turn]:
         cell = _messages(cell)
@@ -137,7 +148,7 @@ class Schema:
         if role not in ("system", "user", "assistant", "tool"):
             raise DataError(f"{place} has the role {role!r}; it must be system, user, assistant or tool")
         if isinstance(content, str):
-            return Turn(role, content)
+            return Turn(role, listed(content, _is_part))
         if isinstance(content, Sequence) and not isinstance(content, bytes):
             return Turn(role, list(content))
         raise DataError(f"{place}: content must be text or a list of parts, found {type(content).__name__}; fix it")
@@ -151,8 +162,8 @@ class Schema:
             return "", turns
         else:
             place, answer = f"column {self.prompt!r} does not end with the assistant's answer, as other rows do", None
-        if self.name == "r1v" and isinstance(answer, str) and (tagged := ANSWER_TAG.search(answer)):
-            answer = tagged[1].strip()
+        if self.name == "r1v" and isinstance(answer, str) and (tagged := ANSWER_TAG.findall(answer)):
+            answer = tagged[-1].strip()  # an explanation before it may name the tag
         if _says_nothing(answer):
             if self.empty_answer:
                 return "", turns
@@ -178,13 +189,11 @@ class Schema:
 
 def _messages(cell: Any) -> Any:
     """The messages that a cell holds as JSON text; any other cell as it is."""
-    if not (isinstance(cell, str) and cell.lstrip().startswith("[")):
-        return cell
-    try:
-        found = json.loads(cell)
-    except ValueError:
-        return cell  # a question that begins with a bracket
-    return found if found and all(isinstance(item, dict) and "role" in item for item in found) else cell
+    return listed(cell, lambda item: isinstance(item, dict) and "role" in item)
+
+
+def _is_part(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") in ("text", *MEDIA_PARTS)
 
 
 def _spoken(turns: Sequence[Turn]) -> str | None:
@@ -198,21 +207,31 @@ def _spoken(turns: Sequence[Turn]) -> str | None:
 
 
 def _says_nothing(answer: Any) -> bool:
-    """Whether an answer is empty: null, blank text, or the number that stands for a missing one."""
+    """Whether an answer is empty: null, blank text, the number that stands for a missing one, or a list of these."""
     if isinstance(answer, float):
         return math.isnan(answer)
+    if isinstance(answer, (list, tuple)):
+        return all(map(_says_nothing, answer))
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
 def _filled(row: Mapping[str, Any], column: str, names: Sequence[str]) -> str:
     """The column with a row's media: the set's own, or its other usual name where only that is filled in this row."""
-    if column not in names or not _is_empty(row.get(column)):
+    if column not in names or not is_empty(row.get(column)):
         return column
-    return next((name for name in names if not _is_empty(row.get(name))), column)
+    return next((name for name in names if not is_empty(row.get(name))), column)
 
 
-def _is_empty(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, (list, tuple, str, bytes)) and len(cell) == 0)
+def check_media_keys(absent: Sequence[tuple[str, str]], row: Mapping[str, Any], place: str = "") -> None:
+    """Raises DataError when the row has pictures or videos that a key set by the user, (option, column), passes by."""
+    for option, asked in absent:
+        names = IMAGE_NAMES if option == "data.image_key" else VIDEO_NAMES
+        filled = next((name for name in names if not is_empty(row.get(name))), None)
+        if filled is not None:
+            raise DataError(
+                f"{place}{': ' if place else ''}missing column {asked!r} ({option}), while {filled!r} is filled; "
+                f"present: {', '.join(row)}; leave {option} out, or set it to the column that is meant"
+            )
 
 
 def detect(columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]], keys: Keys | None = None) -> Schema:
@@ -225,12 +244,24 @@ def detect(columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]], keys
     prompt = _find("data.prompt_key", keys.prompt, Keys.prompt, PROMPT_NAMES, columns, first_rows)
     image = _find("data.image_key", keys.image, Keys.image, IMAGE_NAMES, columns, first_rows)
     video = _find("data.video_key", keys.video, Keys.video, VIDEO_NAMES, columns, first_rows)
-    answer = _find("data.answer_key", keys.answer, Keys.answer, ANSWER_NAMES, columns, first_rows)
-    if keys.answer == Keys.answer and _has(VERL_ANSWER, columns, first_rows):  # also where there is an answer column
-        answer = VERL_ANSWER
+    absent = tuple(
+        (option, asked)
+        for option, asked, usual, found in (
+            ("data.image_key", keys.image, IMAGE_NAMES, image),
+            ("data.video_key", keys.video, VIDEO_NAMES, video),
+        )
+        if found is None and asked not in usual
+    )
+    for row in first_rows:
+        check_media_keys(absent, row)
+    answer = keys.answer if keys.answer is not None and _has(keys.answer, columns, first_rows) else None
+    if answer is None and keys.answer in (None, ANSWER_NAMES[0]):
+        answer = next((name for name in FOUND_ANSWERS if _has(name, columns, first_rows)), None)
+    elif answer is None:
+        answer = _find("data.answer_key", keys.answer, "null", ANSWER_NAMES, columns, first_rows)
     cells = [_messages(row[prompt]) for row in first_rows if prompt and row.get(prompt) is not None]
     conversation = bool(cells) and not isinstance(cells[0], str)
-    if prompt is None or (answer is None and not conversation):
+    if prompt is None or (answer is None and not conversation and not keys.empty_answer):
         raise DataError(_no_shape(columns, prompt))
     if answer == VERL_ANSWER:
         name = "verl"
@@ -250,7 +281,16 @@ def detect(columns: Sequence[str], first_rows: Sequence[Mapping[str, Any]], keys
         media_first=name in ("openai", "trl", "r1v"),
         answered=answer is None and any(map(_ends_with_assistant, cells)),
         empty_answer=keys.empty_answer,
+        media=_media_columns(columns, (image, video)),
+        absent=absent,
     )
+
+
+def _media_columns(columns: Sequence[str], found: Sequence[str | None]) -> tuple[str, ...]:
+    """The columns in which a row may have media: those found, and their other usual names."""
+    named = [name for name in found if name is not None]
+    others = [name for names in (IMAGE_NAMES, VIDEO_NAMES) if set(names) & set(named) for name in names]
+    return tuple(dict.fromkeys([*named, *(name for name in others if name in columns)]))
 
 
 def _find(
@@ -292,7 +332,7 @@ def _ends_with_assistant(messages: Any) -> bool:
 def _carries_media(messages: Any) -> bool:
     """Whether a part of these messages holds its own picture or video."""
     for message in messages if isinstance(messages, Sequence) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content = listed(message.get("content"), _is_part) if isinstance(message, Mapping) else None
         for part in content if isinstance(content, Sequence) and not isinstance(content, str) else ():
             if isinstance(part, Mapping) and any(part.get(key) is not None for key in MEDIA_PARTS):
                 return True
@@ -301,10 +341,11 @@ def _carries_media(messages: Any) -> bool:
 
 def _no_shape(columns: Sequence[str], prompt: str | None) -> str:
     missing = "question column (data.prompt_key)" if prompt is None else f"answer beside {prompt!r} (data.answer_key)"
+    none = "" if prompt is None else "; where the reward needs none, set data.allow_empty_answer=true"
     return (
         f"the columns {', '.join(columns)} have no {missing}; a question is in one of {', '.join(PROMPT_NAMES)}, its "
         f"answer in one of {', '.join(ANSWER_NAMES)}, pictures in {' or '.join(IMAGE_NAMES)}, videos in "
-        f"{' or '.join(VIDEO_NAMES)}; rename a column or set the key in brackets"
+        f"{' or '.join(VIDEO_NAMES)}; rename a column or set the key in brackets{none}"
     )
 
 

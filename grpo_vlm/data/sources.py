@@ -1,188 +1,35 @@
-"""Where rows come from: "PATH[@split],PATH[@split]" or a list of dicts, behind one small interface.
+"""Where rows come from: "PATH[@split],PATH[@split]" or a list of dicts; each becomes a RowSource (row_sources.py).
 
 Parquet and JSON files are read by parquet.py and json_files.py, a few rows at a time; a URL through a copy in the
 cache (remote.py); everything else by the `datasets` library, memory-mapped. Pictures are left as bytes: decoding is
 media.py's job.
 """
 
+import csv
 import json
 import os
-from bisect import bisect_right
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
 
 from grpo_vlm.config.locations import scheme_of, split_config, split_source, split_sources
-from grpo_vlm.data.cache import cached_folder, content_hash, file_state
+from grpo_vlm.data.cache import cached_folder, file_state
 from grpo_vlm.data.entries import not_a_file
-from grpo_vlm.data.json_files import Faults, LineSource, holds_list, read_list
+from grpo_vlm.data.json_files import LineSource, holds_list, read_list
 from grpo_vlm.data.parquet import ParquetSource
 from grpo_vlm.data.remote import local_copy
+from grpo_vlm.data.row_sources import ArrowSource, JoinedSource, ListSource, MixedSource, RowSource
 from grpo_vlm.errors import DataError
 from grpo_vlm.hub import SWITCH, data_folder, uses_modelscope
 
 FILE_TYPES = (".parquet", ".json", ".jsonl")
-BATCH_ROWS = 256
-
-
-class RowSource(Protocol):
-    """Rows by number. name: goes into row ids; columns: in file order; notes: what the user should know."""
-
-    name: str
-    columns: list[str]
-    notes: list[str]
-
-    def __len__(self) -> int: ...
-
-    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Rows [start, stop) as dicts, pictures undecoded."""
-
-    def batches(self) -> Iterator[list[dict[str, Any]]]:
-        """All rows in order, some at a time."""
-
-    def column(self, name: str) -> Iterator[Any]:
-        """The values of one column in order, None where a row lacks it; nothing else of the rows is read where the
-        format allows it."""
-
-    def row_id(self, row: int) -> str:
-        """FILE:INDEX of a row."""
-
-    def digest(self) -> str | None:
-        """A hash of the content, which a run with the same rows finds again; None when there is no such thing."""
-
-
-class ListSource:
-    """Rows held in memory. columns is the union over all rows, since JSON rows may leave keys out. file: where they
-    were read from."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str, file: Path | None = None):
-        faults = Faults()
-        for index, row in enumerate(rows):
-            if not isinstance(row, Mapping):
-                faults.add(f"{name}:{index}: a row must be a dict of columns, got {type(row).__name__}")
-        faults.raise_all(name, "rows cannot be read")
-        self.name, self.file = name, file
-        self.notes: list[str] = []
-        self._rows = [{key: _plain(value) for key, value in row.items()} for row in rows]
-        self.columns = list(dict.fromkeys(str(key) for row in self._rows for key in row))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        return [dict(row) for row in self._rows[start:stop]]
-
-    def batches(self) -> Iterator[list[dict[str, Any]]]:
-        return (self.rows(start, start + BATCH_ROWS) for start in range(0, len(self), BATCH_ROWS))
-
-    def column(self, name: str) -> Iterator[Any]:
-        return (row.get(name) for row in self._rows)
-
-    def row_id(self, row: int) -> str:
-        return f"{self.name}:{row}"
-
-    def digest(self) -> str | None:
-        return None if self.file is None else f"{content_hash([self.file])} {len(self)} of {self.name}"
-
-
-def _plain(value: Any) -> Any:
-    """A value with lists and Python's numbers where pandas gives arrays of objects and numpy's numbers."""
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        value = value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-class ArrowSource:
-    """Rows of a `datasets.Dataset`. The arrow format gives image columns as {bytes, path} instead of decoding them.
-
-    named: it comes from a name that finds the same rows again, so that its files tell its content.
-    """
-
-    def __init__(self, dataset: datasets.Dataset, name: str, named: bool = True):
-        self.name, self._named = name, named
-        self.notes: list[str] = []
-        self.columns = list(dataset.column_names)
-        self._dataset = dataset.with_format("arrow")
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        return self._dataset[start:stop].to_pylist()
-
-    def batches(self) -> Iterator[list[dict[str, Any]]]:
-        return (self.rows(start, start + BATCH_ROWS) for start in range(0, len(self), BATCH_ROWS))
-
-    def column(self, name: str) -> Iterator[Any]:
-        if name not in self.columns:
-            return repeat(None, len(self))
-        alone = self._dataset.select_columns([name])
-        starts = range(0, len(self), BATCH_ROWS)
-        return (value for start in starts for value in alone[start : start + BATCH_ROWS][name].to_pylist())
-
-    def row_id(self, row: int) -> str:
-        return f"{self.name}:{row}"
-
-    def digest(self) -> str | None:
-        files = [Path(file["filename"]) for file in self._dataset.cache_files]
-        return f"{content_hash(files)} {len(self)} of {self.name}" if self._named and files else None
-
-
-class MixedSource:
-    """Several sources, one after the other. Names of parts that are the same get their folder or a number."""
-
-    def __init__(self, parts: Sequence[RowSource]):
-        self.parts = parts
-        self.name = ",".join(part.name for part in parts)
-        self.notes = [note for part in parts for note in part.notes]
-        self.columns = list(dict.fromkeys(column for part in parts for column in part.columns))
-        self._starts = [0, *accumulate(len(part) for part in parts)]
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def part_of(self, row: int) -> tuple[int, int]:
-        """Number of the part that holds a row, and the row's number in it."""
-        part = bisect_right(self._starts, row) - 1
-        return part, row - self._starts[part]
-
-    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for part, first in zip(self.parts, self._starts, strict=False):
-            low, high = max(start - first, 0), min(stop - first, len(part))
-            if low < high:
-                found += part.rows(low, high)
-        return found
-
-    def batches(self) -> Iterator[list[dict[str, Any]]]:
-        return (batch for part in self.parts for batch in part.batches())
-
-    def column(self, name: str) -> Iterator[Any]:
-        return (value for part in self.parts for value in part.column(name))
-
-    def row_id(self, row: int) -> str:
-        part, within = self.part_of(row)
-        return self.parts[part].row_id(within)
-
-    def digest(self) -> str | None:
-        found = [part.digest() for part in self.parts]
-        return None if None in found else " ".join(map(str, found))
-
-
-def parts_of(source: RowSource) -> Sequence[RowSource]:
-    """The parts of a mixture; the source itself where it is none."""
-    return source.parts if isinstance(source, MixedSource) else [source]
+SPLIT = re.compile(r"(\w[\w.]*)(\[.*\])?")  # of several with + between
 
 
 def open_source(source: str | Sequence[Mapping[str, Any]]) -> RowSource:
@@ -252,6 +99,10 @@ def _open_local(path: Path, text: str, split: str) -> RowSource:
     name = _split_name(path.name, split)
     if path.suffix.lower() == ".parquet":
         return _open_parquet([path], name, split)
+    return _open_json(path, name, split)
+
+
+def _open_json(path: Path, name: str, split: str) -> RowSource:
     if holds_list(path):
         rows = read_list(path)
         first, last = _slice(split, len(rows), path.name)
@@ -285,25 +136,54 @@ def _open_folder(path: Path, name: str, split: str, config: str | None = None) -
     if not any(files for _, _, files in os.walk(path)):
         raise DataError(f"{path}: the folder is empty; put parquet or jsonl files in it")
     with _one_error(str(path), split):
-        found = datasets.load_dataset_builder(str(path), config).config.data_files or {}
-    files = [Path(file) for file in found.get(split, ())]
-    if files and all(file.suffix == ".parquet" and file.is_file() for file in files):
-        return _open_parquet(files, name, "train")
-    every = [Path(file) for files in found.values() for file in files]
-    return ArrowSource(_load_folder(path, every, split, config), name)
+        about = datasets.load_dataset_builder(str(path), config).config
+    found = {key: [Path(file) for file in files] for key, files in (about.data_files or {}).items()}
+    every = [file for files in found.values() for file in files]
+    parts = [SPLIT.fullmatch(part) for part in split.split("+")]
+    if all(part is not None and part[1] in found for part in parts):
+        suffixes = {file.suffix.lower() for part in parts for file in found[part[1]]}
+        if suffixes <= set(FILE_TYPES):
+            opened = [_open_files(found[part[1]], name, part[2] or "") for part in parts]
+            return opened[0] if len(opened) == 1 else JoinedSource(opened, name)
+    options = _csv_options(every, about.sep) if {file.suffix.lower() for file in every} <= {".csv", ".tsv"} else {}
+    return ArrowSource(_load_folder(path, every, split, config, options), name)
 
 
-def _load_folder(path: Path, files: Sequence[Path], split: str, config: str | None) -> datasets.Dataset:
+def _open_files(files: Sequence[Path], name: str, bounds: str) -> RowSource:
+    """The files of one split. bounds: "[FIRST:LAST]" or nothing."""
+    if all(file.suffix.lower() == ".parquet" for file in files):
+        return _open_parquet(files, name, f"train{bounds}")
+    opened = [_open_local(file, str(file), "train") for file in files]
+    joined = JoinedSource(opened, name)
+    if not bounds:
+        return joined
+    first, last = _slice(f"train{bounds}", len(joined), name)
+    return joined.selected(first, last)
+
+
+def _csv_options(files: Sequence[Path], separator: str) -> dict[str, Any]:
+    """That every cell is text as it is written: 007 stays 007, and NA is a word."""
+    columns: dict[str, None] = {}
+    for file in files:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            columns |= dict.fromkeys(next(csv.reader(lines, delimiter=separator), ()))
+    features = datasets.Features({column: datasets.Value("string") for column in columns})
+    return {"features": features, "keep_default_na": False}
+
+
+def _load_folder(
+    path: Path, files: Sequence[Path], split: str, config: str | None, options: Mapping[str, Any]
+) -> datasets.Dataset:
     """Rows of whatever files `datasets` finds in a folder. It would take a file of the same size and time for the one
     that it has read before; a folder of our cache is made anew for every change."""
     states = [file_state(file) for file in files]
     size = sum(file.stat().st_size for file in files)
 
     def fill(folder: Path) -> None:
-        _load(str(path), split, config, folder)
+        _load(str(path), split, config, folder, options)
 
     what = f"the rows of {path.resolve()}{'' if config is None else f':{config}'}@{split}"
-    return _load(str(path), split, config, cached_folder("folders", what, json.dumps(states), fill, size))
+    return _load(str(path), split, config, cached_folder("folders", what, json.dumps(states), fill, size), options)
 
 
 def _load_saved(path: Path, split: str) -> datasets.Dataset:
@@ -312,9 +192,11 @@ def _load_saved(path: Path, split: str) -> datasets.Dataset:
     if isinstance(saved, datasets.Dataset):
         first, last = _slice(split, len(saved), path.name)
         return saved.select(range(first, last))
-    if split not in saved:
+    part = SPLIT.fullmatch(split)
+    if part is None or part[1] not in saved:
         raise DataError(f"{path}: no split {split!r}; present: {', '.join(saved)}; write PATH@SPLIT")
-    return saved[split]
+    rows = saved[part[1]]
+    return rows.select(range(*_slice(f"train{part[2] or ''}", len(rows), path.name)))
 
 
 def _load_hub(name: str, split: str, config: str | None) -> datasets.Dataset:
@@ -327,10 +209,14 @@ def _load_hub(name: str, split: str, config: str | None) -> datasets.Dataset:
         ) from error
 
 
-def _load(name: str, split: str, config: str | None, cache: Path | None = None) -> datasets.Dataset:
-    """datasets.load_dataset without progress bars. cache: a folder in the place of its own."""
+def _load(
+    name: str, split: str, config: str | None, cache: Path | None = None, options: Mapping[str, Any] | None = None
+) -> datasets.Dataset:
+    """datasets.load_dataset without progress bars. cache: a folder in the place of its own. options: of the files'
+    format."""
+    place = None if cache is None else str(cache)
     with _one_error(name, split), _no_progress_bars():
-        return datasets.load_dataset(name, config, split=split, cache_dir=None if cache is None else str(cache))
+        return datasets.load_dataset(name, config, split=split, cache_dir=place, **(options or {}))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torchvision.transforms.functional import resize
 
 from grpo_vlm.data.entries import inside, read_entry
 from grpo_vlm.data.media import check_size, decode_image, image_size, to_rgb
-from grpo_vlm.errors import MediaError
+from grpo_vlm.errors import DataError, MediaError
 
 FRAME_FACTOR = vision_process.FRAME_FACTOR  # frames come in multiples of this
 MOST_FPS = 1000  # data.video_fps has the same bound
@@ -209,11 +209,12 @@ def _source(entry: Any, folder: str | None, allow_remote: bool) -> Path | bytes:
 
 @contextmanager
 def _opened(source: Path | bytes) -> Iterator[tuple[Any, Any]]:
-    """The container and its video stream. Raises MediaError, also for what fails inside the block."""
+    """The container and its video stream. Raises DataError without PyAV, and MediaError, also for what fails inside
+    the block."""
     try:
         import av
     except ImportError:
-        raise MediaError("reading videos needs PyAV; install it: pip install 'grpo-vlm[video]'") from None
+        raise DataError("reading videos needs PyAV; install it: pip install 'grpo-vlm[video]'") from None
     name = f"{source}: " if isinstance(source, Path) else ""
     try:
         with av.open(str(source) if isinstance(source, Path) else io.BytesIO(source)) as container:

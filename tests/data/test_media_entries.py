@@ -62,7 +62,7 @@ def test_addresses_of_stores_are_read_and_links_only_when_allowed(server, monkey
         file.write(HOPPER)
     assert decode_image("memory://pictures/a.jpg").size == (128, 128)
     link = f"{server}/hopper.jpg"
-    with pytest.raises(MediaError, match=r"is a link, .* unless data\.allow_remote_media=true"):
+    with pytest.raises(DataError, match=r"is a link, .* unless data\.allow_remote_media=true"):
         decode_image(link)
     assert decode_image(link, allow_remote=True).tobytes() == decode_image(HOPPER).tobytes()
     with pytest.raises(MediaError, match=r"nothing\.jpg' cannot be fetched: 404"):

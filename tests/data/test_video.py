@@ -119,7 +119,7 @@ def test_a_rows_own_settings_come_first(own, indices):
     ],
 )
 def test_unusable_entries_say_what_is_wrong(entry, message):
-    with pytest.raises(MediaError, match=message):
+    with pytest.raises(DataError, match=message):
         clip_shape(entry, RULE)
 
 
