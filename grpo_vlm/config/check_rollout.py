@@ -159,8 +159,8 @@ def key_problem() -> str:
         return "is not set"
     if len(key) < SHORTEST_KEY:
         return f"is shorter than {SHORTEST_KEY} characters"
-    if not re.fullmatch(r"[\x21-\x7e]+", key):
-        return "holds a blank, a line break or a letter outside ASCII, which no HTTP header may"
+    if not re.fullmatch(r"[\x21-\x7e][\x20-\x7e]*[\x21-\x7e]", key):
+        return "has a blank at an end, a line break or a letter outside ASCII, which no HTTP header may"
     return ""
 
 

@@ -16,18 +16,23 @@ from typing import Any
 
 PAGE = mmap.PAGESIZE
 STACK_LIMIT = 1 << 16  # bytes of a stack trace that are read
-_HEAD, _PLACE = struct.Struct("<Q"), struct.Struct("<dq")
+MAX_MESSAGE = 1 << 36  # bytes
+MARK = b"GVRW"  # begins every message: a reward that writes to a descriptor which is not its own may hit the socket
+_HEAD, _PLACE = struct.Struct("<4sQ"), struct.Struct("<dq")
 
 
 def send(connection: socket.socket, message: bytes) -> None:
     """Raises OSError when the other end is closed, or takes nothing for the socket's time-out."""
-    connection.sendall(_HEAD.pack(len(message)))
+    connection.sendall(_HEAD.pack(MARK, len(message)))
     connection.sendall(message)
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message, unpickled. Raises OSError (ConnectionResetError) when the other end is closed."""
-    (size,) = _HEAD.unpack(_read(connection, _HEAD.size))
+    """The next message, unpickled. Raises OSError (ConnectionResetError) when the other end is closed, or when what
+    comes is no message of this module: then nothing behind it can be told apart either."""
+    mark, size = _HEAD.unpack(_read(connection, _HEAD.size))
+    if mark != MARK or size > MAX_MESSAGE:
+        raise ConnectionResetError(f"no message of a reward worker: it begins with {mark!r}")
     return pickle.loads(_read(connection, size))
 
 

@@ -61,7 +61,7 @@ class Crew:
 
     def __init__(self, job: worker.Job, most: int, threads: int):
         self.most, self._threads = most, threads
-        self._launcher = Launcher(job)
+        self._launcher, self._names = Launcher(job), ", ".join(job.names)
         self._workers: list[RewardProcess] = [self._launcher.start(threads)]
         weakref.finalize(self, _end_all, self._workers, os.getpid())  # also at the trainer's exit, without a close()
         self._queue: deque[Task] = deque()
@@ -211,7 +211,9 @@ class Crew:
         end = self._drop(one, ended=cause == ENDED)
         if not one.ready:
             how = f"was not loaded after {LOAD_TIMEOUT_S:g} s" if cause == TIMEOUT else f"{end} while it was loaded"
-            raise RewardError(f"worker.reward.reward_function {how}{':' if text else ''}\n{text}".rstrip())
+            raise RewardError(
+                f"worker.reward.reward_function {self._names} {how}{':' if text else ''}\n{text}".rstrip()
+            )
         if task is None:  # it died between two calls
             return
         row = task.rows[0] if len(task.rows) == 1 else None if place is None else task.rows[place]

@@ -6,31 +6,35 @@
 The policies, each with a test in tests/rewards/test_grade_policies.py:
 
 - Which answer: see grade_extraction; the last one counts, with a unit that stands behind its box. An answer inside the
-  thinking, an empty one, a box that does not close and an answer that hedges ("A or B", "3 or 4") are wrong. An
+  thinking, an empty one, a box that does not close, an answer that hedges ("A or B", "3 or 4") and one that is denied
+  or only supposed ("not \\boxed{5}", "suppose the answer is 5") are wrong. Boxes side by side are a list. An
   <answer> that is not closed reaches to the end. The gold is read the same way.
 - Numbers are compared exactly: 1/2, 0.5, 2/4 and 50% are equal, 0.33 is not 1/3. A decimal with 10 or more significant
   digits stands for the exact number next to it. A decimal gold with 3 or more significant digits was rounded: an exact
   answer (a fraction, a root, π) that rounds to it is right, 100/3 for 33.3; another decimal never is.
-- tolerance: absolute, for every number in the answer: |answer - gold| <= tolerance.
+- tolerance: absolute, for every number in the answer, in the gold's unit: |answer - gold| <= tolerance; not for
+  numbers in another base.
 - Percent: 50% is 50 and 0.5; without a sign nothing is scaled, 28 is not 0.28.
 - Degrees and units: what one side leaves out is not compared (31° is 31, 5 cm is 5); what both write is: 5 cm is 50
-  mm, not 5 m, and 5 apples are not 5 pears. The case of a unit counts: 5 mm is not 5 Mm.
+  mm, not 5 m, and 5 apples are not 5 pears. The case of a unit counts: 5 mm is not 5 Mm. Only a noun in the plural
+  is left out: 5 lakh, 5 tens and 5 doubled are not 5. A gold 100m (m, g or N behind a number) is 100 m.
 - Dates (2024-01-05 is 2024/1/5) and telephone numbers are no differences; 180-90-35 is one.
 - 4 4/9 and 4\\frac{4}{9} are mixed numbers when the fraction is proper.
 - 7,425,000, 7 425 000 and 7{,}425{,}000 are one number; within brackets a comma separates: (1,000) is the pair 1, 0. A
   decimal comma is read only where the gold has a decimal point: 1000,99 for 1000.99; a gold 1,2 is never 1.2.
 - Unbracketed lists and sets are unordered, tuples ordered; brackets of tuples and intervals must agree; an interval
   may be written as an inequality. ±3 is the list 3, -3. A list is wrong where one value is wanted. (x, y) = (1, 2) is
-  (1, 2) with the names in the alphabet's order. "No solution" is the empty set.
+  (1, 2) with the names in the alphabet's order, and so is x = 1, y = 2. "No solution" is the empty set. "And" is not
+  "or", but for the values of one unknown: x = 2 or x = -2.
 - x = 5 is 5; a different name on the other side is wrong. Equations agree when one is a multiple of the other; what
   else stands beside a relation (for all x > 0, ...) makes it another one. A chain such as 26/2 = 13 counts as its
   value if its sides agree; in A = πr² = 9π the side with variables is not compared.
 - Ratios agree in proportion and with the fraction; times of day such as 12:00 part by part.
 - Formulas with variables agree when they are equal wherever both have real values. e and i are constants, \\log is to
-  base 10.
-- Words agree without regard to case, articles, quotation marks, and spaces or hyphens between letters; numbers may
-  be spelled. "No, because ..." is no; "no idea" and "no answer" are not. A gold of several sentences or more than 20
-  words cannot be graded: nothing is right.
+  base 10, \\sin^{-1} is the arcsine. A prime belongs to its letter: A' is not A.
+- Words agree without regard to case (from three letters on: CO is not Co), articles, quotation marks, and whether a
+  hyphen or a space joins them; numbers may be spelled. "No, because ..." is no; "no idea" and "no answer" are not. A
+  gold of several sentences or more than 20 words cannot be graded: nothing is right.
 - Option letters: with `choices` gold and prediction may each be the letter or the text of an option; "B. 12 cm" must
   not contradict the option's text. Without, a letter is read where the gold is one capital letter.
 """
@@ -47,7 +51,14 @@ from grpo_vlm.rewards import grade_symbolic
 from grpo_vlm.rewards.grade_answers import read, text_key
 from grpo_vlm.rewards.grade_comparison import agree
 from grpo_vlm.rewards.grade_extraction import MAX_ANSWER, find_answer, last_box, last_tag, with_prefill
-from grpo_vlm.rewards.grade_letters import WITH_TEXT, gold_option, read_option
+from grpo_vlm.rewards.grade_letters import (
+    WITH_TEXT,
+    gold_option,
+    letter_and_text,
+    letters_of,
+    read_option,
+    without_letters,
+)
 from grpo_vlm.rewards.grade_numbers import TooLarge, Undefined, is_complex
 from grpo_vlm.rewards.grade_spelling import clean
 from grpo_vlm.rewards.grade_syntax import symbols
@@ -60,6 +71,7 @@ MAX_WORDS = 20  # of a gold in words
 MAX_CHOICES = 26
 CACHED = 4096
 SENTENCES = re.compile(r"(?:\d|[a-z]{4}|\))[.!?]\s+[A-Z][a-z]")
+STUCK_UNIT = re.compile(r"(?P<number>.*[\d)}π])(?P<unit>[mgN](?:\s*\^\s*\{?\s*[23]\s*\}?)?)")
 GAP = re.compile(r"(?<![\w.])\s+|\s+(?![\w.])")  # a space that separates nothing: not that of "4 4/9"
 YES_NO = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
 YES_NO_ANSWER = re.compile(  # "no, they cross", "no because ..."; "no idea", "no. 5" and "true love" are other answers
@@ -101,7 +113,7 @@ def grade(prediction: str, gold: str, *, choices: Sequence[str] | None = None, t
         return Verdict(False, None, found.reason)
     limit = Fraction(str(float(tolerance)))
     grade_symbolic.start_budget()
-    options = None if choices is None else tuple(clean(choice[:MAX_ANSWER]) for choice in choices)
+    options = None if choices is None else without_letters([clean(choice[:MAX_ANSWER]) for choice in choices])
     for candidate in found.candidates:
         reason = _judge(clean(candidate[:MAX_ANSWER]), wanted, options, limit)
         if reason is not None:
@@ -183,6 +195,8 @@ def _judge(answer: str, gold: str, options: tuple[str, ...] | None, tolerance: F
             return _Decision(True, "the option's text")
     if equal_answers(gold, answer, tolerance):
         return _Decision(True, "equal to the gold")
+    if options is None and letters_of(gold, answer):
+        return _Decision(True, "the gold's letters")
     lettered = WITH_TEXT.fullmatch(answer)
     if lettered and wanted is None and equal_answers(gold, lettered["text"], tolerance):
         return _Decision(True, "equal to the gold behind an option letter")
@@ -190,7 +204,9 @@ def _judge(answer: str, gold: str, options: tuple[str, ...] | None, tolerance: F
 
 
 def _judge_choice(answer: str, index: int, options: tuple[str, ...], tolerance: Fraction) -> _Decision | None:
-    option = read_option(answer) if len(answer) == 1 or answer not in options else None
+    option = None
+    if len(answer) == 1 or answer not in options:
+        option = letter_and_text(answer, options) or read_option(answer)
     if option is None:
         if equal_answers(options[index], answer, tolerance):
             return _Decision(True, f"the text of option {_letter(index)}")
@@ -224,16 +240,28 @@ def _option_index(gold: str, options: tuple[str, ...]) -> int | None:
     return next((i for i, text in enumerate(options) if equal_answers(gold, text, Fraction(0))), None)
 
 
+def _is_stuck(gold: re.Match[str], answer: str) -> bool:
+    """Whether a gold 100m is 100 metres: a number and one unit, of which the answer makes no variable."""
+    number, given = read(gold["number"]), read(answer)
+    if number.kind != "value" or number.unit is not None or symbols(number.node) or given.kind != "value":
+        return False
+    return not symbols(given.node)
+
+
 def equal_answers(gold: str, answer: str, tolerance: Fraction) -> bool:
     """Whether two clean texts are the same answer."""
     if GAP.sub("", gold) == GAP.sub("", answer):
         return True
     if agree(read(gold), read(answer), tolerance):
         return True
-    opposite = YES_NO.get(text_key(gold))
+    apart = STUCK_UNIT.fullmatch(gold)
+    if apart and _is_stuck(apart, answer):
+        return agree(read(f"{apart['number']} {apart['unit']}"), read(answer), tolerance)
+    wanted = text_key(gold).lower()
+    opposite = YES_NO.get(wanted)
     if opposite is not None:
         match = YES_NO_ANSWER.fullmatch(answer)
-        if match is None or match[1].lower() != text_key(gold):
+        if match is None or match[1].lower() != wanted:
             return False
         rest = match["rest"] or ""
         return not UNSURE.search(rest) and not re.search(rf"\b{opposite}\b", rest, re.I)

@@ -47,7 +47,9 @@ TIME = re.compile(r"(?:[01]?\d|2[0-4]):[0-5]\d(?::[0-5]\d)?")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 SPACED_THOUSANDS = re.compile(r"([-+]?)(\d{1,3}(?: \d{3})+)((?:\.\d+)?)")
 LABEL = re.compile(
-    r"[A-Za-zα-ω](?:_\{?\s*\w+\s*\}?)?|[A-Za-z]\s*\(\s*[a-z]\s*\)|m?\s*[∠△]\s*\w+(?: \w)*|[A-Z]+(?: [A-Z])*"
+    r"[A-Za-zα-ω](?:_\{?\s*\w+\s*\}?)?′*|[A-Za-z]′*\s*\(\s*[a-z]\s*\)|m?\s*[∠△]\s*\w+(?: \w)*|[A-Z]+(?: [A-Z])*"
+    r"|P\s*\([^()]{1,30}\)|[fgh]\s*\(\s*-?\d+(?:\.\d+)?\s*\)|\\(?:sin|cos|tan)\s*∠?\s*[A-Zα-ω]|\|\s*[A-Z]{2}\s*\|"
+    r"|[A-Z]_\{\s*[△∠]\s*[A-Z]{1,5}\s*\}|(?:[A-Z]′?){2,4}"
     r"|(?:the )?[A-Za-z]{3,}(?: [A-Za-z]+){0,5}"
 )
 NAMES = re.compile(r"\(\s*([A-Za-zα-ω](?:\s*,\s*[A-Za-zα-ω]){1,5})\s*\)")
@@ -55,9 +57,12 @@ VARIABLE = re.compile(r"[A-Za-zα-ω](?:_\{?\s*\w+\s*\}?)?")
 PREFIX = re.compile(r"(?:about|approximately|approx\.?|roughly|around|exactly|either|both|equals?|≈)\s+|≈\s*", re.I)
 REPEATED = re.compile(r"([-+]?\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,6})\4+)\.\.\.")
 ARTICLE = re.compile(r"(?:the|a|an)\s+", re.I)
-TEXT_NOISE = re.compile(r"(?<=[^\W\d_])[-\s.'\"_]+(?=[^\W\d_])|[\"']|(?<!\w)\s+|\s+(?!\w)")
-SHORT_UNIT = re.compile(r"(?<=\d)\s?[A-Za-z]{1,2}(?![\w'])")
-KEPT_CASE = {ord(letter): f"^{letter}" for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}  # 5 mm is not 5 MM
+TEXT_NOISE = re.compile(r"[\"']|(?<!\w)\s+|\s+(?!\w)")
+LONG_WORD = re.compile(r"[^\W\d_]+")
+SHORT_WORDS = frozenset("no up on in if it is an at by of to or so we he me my do go as be us".split())
+HYPHEN = re.compile(r"(?<=[A-Za-z][a-z][a-z])[-_](?=[^\W\d_])|(?<=[^\W\d_])[-_](?=[A-Za-z][a-z]{2})")
+COMPASS = re.compile(r"\b(north|south)[- ](?=(?:east|west)\b)", re.I)
+INITIALS = re.compile(r"(?<=\b[A-Z])\.\s?(?=[A-Z]\b)")  # U.S.
 WORD = re.compile(r"(?:(?:an?|the)\s+)?[a-z]{3,}", re.I)
 NAMED_VALUES = frozenset({"inf", "infty", "infinity"})
 
@@ -67,7 +72,8 @@ class Answer:
     """kind: empty, value, list (unordered), set, union, tuple (also an interval), relation, ratio, text.
 
     text: the clean text. node and unit: of a value; of a relation, node is left minus right. items: the parts.
-    sign: the brackets of a tuple or the operator of a relation. label: x for "x = 5" and "x in [0, 1]".
+    sign: the brackets of a tuple, the operator of a relation, "and" or "or" of a list. label: x for "x = 5" and
+    "x in [0, 1]".
     """
 
     kind: str
@@ -85,12 +91,21 @@ def read(text: str) -> Answer:
     return _read(text, 0)
 
 
+@lru_cache(maxsize=CACHED)
 def text_key(text: str) -> str:
-    """What is compared of an answer in words: no case, article and quotation marks, no gaps or hyphens in words; a
-    capital in a unit of one or two letters is kept."""
-    plain = text.strip(" .,;:!?")
-    small = SHORT_UNIT.sub(lambda match: match[0].translate(KEPT_CASE), plain)
-    return TEXT_NOISE.sub("", ARTICLE.sub("", small, 1)).casefold()
+    """What is compared of an answer in words: no case in words of three letters or more (Aa, CO, and NaCl, which has
+    both within a word, keep theirs), no article and quotation marks, a hyphen as a space."""
+    plain = text.strip(" ,;:!?") if text.endswith("...") else text.strip(" .,;:!?")
+    plain = COMPASS.sub(r"\1", plain)
+    plain = HYPHEN.sub(" ", INITIALS.sub("", ARTICLE.sub("", plain, 1)))
+    return LONG_WORD.sub(_small, TEXT_NOISE.sub("", plain))
+
+
+def _small(match: re.Match[str]) -> str:
+    word = match[0]
+    if len(word) < 3:
+        return word.lower() if word[1:].islower() and word.lower() in SHORT_WORDS else word
+    return word.casefold() if word.isupper() or word[1:].islower() else word
 
 
 def _read(text: str, nesting: int, *, in_chain: bool = False) -> Answer:
@@ -152,15 +167,20 @@ def _wrapped(text: str, nesting: int) -> Answer | None:
 
 
 def _list(text: str, nesting: int) -> Answer | None:
-    parts = [part for _, part in split_outside(text, LIST_SEPARATOR)]
+    pieces = split_outside(text, LIST_SEPARATOR)
+    parts = [part for _, part in pieces]
     if not 1 < len(parts) <= MAX_ITEMS or not all(parts):
         return None
+    joints = {joint.strip(" ,;") for joint, _ in pieces[1:]} - {""}
+    if len(joints) > 1:  # p and q or r
+        return None
+    sign = joints.pop() if joints else ""
     items = _flat(tuple(_read(part, nesting) for part in parts))
     labels = {item.label for item in items[1:]}
     if items[0].label is not None and labels <= {None, items[0].label}:  # n = 2, 3, 4
         bare = tuple(replace(item, label=None) for item in items)
-        return Answer("list", text, items=bare, label=items[0].label)
-    return Answer("list", text, items=items)
+        return Answer("list", text, items=bare, sign=sign, label=items[0].label)
+    return Answer("list", text, items=items, sign=sign)
 
 
 def _flat(items: tuple[Answer, ...]) -> tuple[Answer, ...]:

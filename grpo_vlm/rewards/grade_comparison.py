@@ -32,10 +32,13 @@ def agree(gold: Answer, answer: Answer, tolerance: Fraction) -> bool:
 
 
 def _settled(answer: Answer) -> Answer | None:
-    """A chain such as 26/2 = 13 or 13π ≈ 40.84 as its value; None when its sides contradict each other.
+    """A chain such as 26/2 = 13 or 13π ≈ 40.84 as its value; None when its sides contradict each other, and for a
+    sine or cosine above 1.
 
     Behind an ≈ there must be the value rounded or cut; the answer is the exact side.
     """
+    if answer.kind == "value" and (answer.label or "").startswith(("\\sin", "\\cos")):
+        return None if _above_one(answer.node) else answer
     if answer.kind != "chain":
         return answer
     value = answer.items[0]
@@ -47,6 +50,15 @@ def _settled(answer: Answer) -> Answer | None:
         if sign == "=":
             value = side if side.unit or not value.unit else value
     return replace(value, label=answer.label)
+
+
+def _above_one(node: Node) -> bool:
+    if symbols(node):
+        return False
+    try:
+        return not at_most(abs(evaluate(node)), Fraction(1))
+    except (TooLarge, Undefined):
+        return True
 
 
 def _close(exact: Answer, rounded: Answer) -> bool:
@@ -70,6 +82,8 @@ def _other_kind(gold: Answer, answer: Answer, tolerance: Fraction) -> bool:
             return False
         sides = (_as_equation(gold), answer) if value is gold else (gold, _as_equation(answer))
         return _relations(*sides, tolerance)
+    if set(kinds) == {"list", "tuple"}:
+        return _names_its_places(*((gold, answer) if gold.kind == "list" else (answer, gold)), tolerance)
     if set(kinds) == {"ratio", "value"}:
         ratio, value = (gold, answer) if gold.kind == "ratio" else (answer, gold)
         return _ratio_is_fraction(ratio, value)
@@ -80,6 +94,19 @@ def _other_kind(gold: Answer, answer: Answer, tolerance: Fraction) -> bool:
     if answer.kind == "set" and len(answer.items) == 1:
         return agree(gold, answer.items[0], tolerance)
     return False
+
+
+def _names_its_places(values: Answer, places: Answer, tolerance: Fraction) -> bool:
+    """x = 2, y = 3 and (2, 3): the names in the alphabet's order, which is that of a tuple without names."""
+    names = [item.label or "" for item in values.items]
+    if places.sign != "()" or places.label or values.sign == "or" or len(names) != len(places.items):
+        return False
+    if len(set(names)) != len(names) or not all(len(name) == 1 for name in names):
+        return False
+    ordered = [
+        replace(item, label=None) for _, item in sorted(zip(names, values.items, strict=True), key=lambda p: p[0])
+    ]
+    return all(agree(a, b, tolerance) for a, b in zip(ordered, places.items, strict=True))
 
 
 def _ratio_is_fraction(ratio: Answer, value: Answer) -> bool:
@@ -97,8 +124,9 @@ def _values(gold: Answer, answer: Answer, tolerance: Fraction) -> bool:
     if any(percent) and None in units:  # 50% is 50 and 0.5
         with_sign, other = (first, second) if percent[0] else (second, first)
         scaled = _times(with_sign, Fraction(1, 100))
-        pairs = [(with_sign, other), (scaled, other)] if percent[0] else [(other, with_sign), (other, scaled)]
-        return any(_numbers(*pair, tolerance) for pair in pairs)
+        if percent[0]:  # the tolerance is that of the gold, and shrinks with it
+            return _numbers(with_sign, other, tolerance) or _numbers(scaled, other, tolerance / 100)
+        return _numbers(other, with_sign, tolerance) or _numbers(other, scaled, tolerance)
     if None not in units and units[0] != units[1]:
         if units[0].dimensions != units[1].dimensions:
             return False
@@ -118,7 +146,7 @@ def _numbers(gold: Node, answer: Node, tolerance: Fraction) -> bool:
     try:
         if equal(gold, answer):
             return True
-        if symbols(gold) or symbols(answer):
+        if symbols(gold) or symbols(answer) or _is_base(gold):
             return False
         first, second = evaluate(gold), evaluate(answer)
     except (TooLarge, Undefined):
@@ -163,6 +191,8 @@ def _unordered(gold: Answer, answer: Answer, tolerance: Fraction) -> bool:
     """The same items in any order; in a set, repeated ones count once."""
     if (gold.kind == "union") != (answer.kind == "union"):
         return False
+    if gold.sign != answer.sign and not _joint_is_free(gold, answer):
+        return False
     wanted, given = list(gold.items), list(answer.items)
     if "set" in (gold.kind, answer.kind):
         wanted, given = _distinct(wanted), _distinct(given)
@@ -176,6 +206,18 @@ def _unordered(gold: Answer, answer: Answer, tolerance: Fraction) -> bool:
             return False
         del given[index]
     return True
+
+
+def _joint_is_free(gold: Answer, answer: Answer) -> bool:
+    """Whether "and", "or" and a comma may stand for each other: for the values of one unknown (x = 2 or x = -2), and
+    a comma for either between numbers. Words, letters and inequalities say another thing with each."""
+    if any(item.kind != "value" for item in (*gold.items, *answer.items)):
+        return "or" not in (gold.sign, answer.sign)
+    if gold.label or answer.label:
+        return True
+    if any(symbols(item.node) or item.label for item in (*gold.items, *answer.items)):
+        return "or" not in (gold.sign, answer.sign)
+    return "" in (gold.sign, answer.sign)
 
 
 def _differently_named(items: Sequence[Answer]) -> bool:

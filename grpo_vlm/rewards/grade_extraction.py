@@ -21,6 +21,8 @@ ANSWER_BEGIN = re.compile(r"<\s{0,4}answer\s{0,4}>", re.I)
 ANSWER_END = re.compile(r"<\s{0,4}/\s{0,4}answer\s{0,4}>|<\s{0,4}/\s{0,4}[answer]{0,6}\s{0,4}$", re.I)  # or cut off
 END_TOKENS = re.compile(r"(?:<\|[\w ]{1,40}\|>|</s>|<eos>)\s*$")
 MOST_END_TOKENS = 4
+MOST_BOXES = 16  # in a list
+SENTENCE_START = re.compile(r"[.!?。]\s|\n|[,;]\s")
 BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\s{0,4}\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 MARKER = re.compile(
     r"(?:\b(?:answer|(?:correct|right|best)\s{1,4}(?:option|choice))(?:\(s\))?[*_\s]{0,8}"
@@ -32,13 +34,47 @@ DENIED = re.compile(r"(?:not|neither)\s{1,4}(?:the\s)?(?:option\s)?[*$(\[]{0,3}(
 LIKELY_ANSWER = re.compile(  # behind a box "the answer is" must go on like this to count
     r"[\s*$(\[{]{0,8}(?:[-−+±]?\s?[\d.√π]|\\(?:frac|dfrac|sqrt|boxed|text|pi)\b|[A-Z](?:[\s.,:)*\]$}]|$)|[a-z]\s?=)"
 )
+DENIAL = re.compile(  # ends right before the answer, or before its "is"
+    r"(?:\b(?:wrong|incorrect|false|mistaken)\s+(?:final\s+)?(?:answer|option|choice|result|value|solution)s?"
+    r"|(?:\bnot|n['’]t|\bnever|\bneither|\bcannot)(?:\s+(?:be|is|equal(?:\s+to)?|the|my|our|correct|right|final|best|answer|"
+    r"option|choice|value|think|believe|say|claim|mean|that|it|sure|certain|if|choose|pick|select))*"
+    r"|\b(?:suppose|assume|assuming|supposing|imagine|if|whether|unless|doubt)(?:\s+(?:that|the|my|our|correct|right|final|"
+    r"answer|option|choice|value|it|this|x))*"
+    r"|\b(?:could|might|may))$",
+    re.I,
+)
+DENIAL_WORD = re.compile(
+    r"not|n['’]t|n(?:ever|either)|wrong|incorrect|false|mistaken|suppos|assum|imagine|if|whether|unless|doubt|"
+    r"could|m(?:ight|ay)",
+    re.I,
+)
+BEFORE_ANSWER = re.compile(r"(?:\b(?:is|are|was|be|equals))?[\s$:*_(\[\\]*$", re.I)
+LOOK_BEFORE = 120  # characters
+DENIED_BEHIND = re.compile(
+    r"[\s$*)\]\\]*(?:is|was|are|would\s+be|cannot\s+be|can't\s+be)\s+(?:(?:clearly|obviously|therefore|thus)\s+)?(?:incorrect|"
+    r"invalid|wrong|false|impossible|extraneous|not\s+(?:the\s+(?:final\s+)?(?:right|correct|answer|solution)|right|correct|possible|valid|true|an?\s+(?:answer|solution)))\b",
+    re.I,
+)
+BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[\dA-Z+-])([-+]?\d+(?:[./]\d+)?|[A-Z])(?![\w{^/])")
+TEXT_BOX = re.compile(  # \boxed{\text{The answer is }5}
+    r"\\text(?:bf|rm)?\s*\{\s*(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:\bis\b|:)\s*:?\s*([^{}]*)\}\s*(.*)",
+    re.I | re.DOTALL,
+)
+JOINED = re.compile(r"[\s$]*(?:\\text\s*\{)?\s*(,\s*and\b|\band\b|[,;])\s*\}?[\s$]*|()", re.I)  # boxes side by side
+FENCE = re.compile(r"\s*`{3}\w*\s*")
+JSON_ANSWER = re.compile(r'\{[^{}]{0,200}"(?:final_)?answer"\s*:\s*(?:"([^"]{1,200})"|([-+]?[\d.]{1,40}))\s*\}')
+CHOSEN = re.compile(
+    r"(?:so|thus|therefore|hence)?,?\s*I(?:['’]d|['’]ll|\s+would|\s+will)?\s+(?:choose|pick|select)\s+(?:option\s+|answer\s+)?([A-Z])",
+    re.I,
+)
 DISPLAY = re.compile(r"\s{0,8}(?:\\\[(?P<bracket>.{1,300}?)\\\]|\$\$(?P<dollars>.{1,300}?)\$\$)", re.DOTALL)
 SENTENCE_END = re.compile(r"[.!?。](?:\*\*)?\s+(?=[A-Z*(\\$])")
 ABBREVIATION = re.compile(r"(?:^[\s*(\[$]*[A-Z]|\b(?:sq|cu|approx|vs|e\.g|i\.e|ft|in|St|Dr|Mr|Mrs|No))$")
 HEDGE = re.compile(r"\W*(?:or|alternatively|maybe|perhaps|possibly|otherwise|(?:it )?(?:could|might|may))\b", re.I)
 EXPLANATION = re.compile(
     r"[,;.]?\s+(?:because|since|as|which|where|so|due\s+to|given)\s|\s*[,;]\s*(?:and\s+)?(?:not|rather\s+than|instead\s+of)\b"
-    r"|\s+(?:rather\s+than|instead\s+of)\b|\s+\([A-Za-z ]{3,60}\)\s*$",
+    r"|\s+(?:rather\s+than|instead\s+of)\b|\s+\((?![^)]*(?:\bnot?\b|wrong|"
+    r"incorrect|false|invalid|reject|impossible|extraneous))[A-Za-z ]{3,60}\)\s*$",
     re.I,
 )
 PREDICATE = re.compile(
@@ -132,39 +168,75 @@ def _without_special_tokens(text: str) -> str:
         if end is None or end[0].startswith("<|end_of_box|>"):
             break
         text = text[: end.start()]
+    if "\\boxed " in text or "\\fbox " in text or BARE_BOX.search(text):
+        text = BARE_BOX.sub(r"\\boxed{\1}", text)
     if "<|" not in text:
         return text
     return text.replace("<|begin_of_box|>", "\\boxed{").replace("<|end_of_box|>", "}")
 
 
+def _denied(text: str, position: int) -> bool:
+    """Whether the answer at a position is one that the words before it deny or only suppose."""
+    if not DENIAL_WORD.search(text, max(0, position - LOOK_BEFORE), position):  # mostly
+        return False
+    clause = SENTENCE_START.split(text[max(0, position - LOOK_BEFORE) : position])[-1]
+    return DENIAL.search(BEFORE_ANSWER.sub("", clause, count=1).rstrip()) is not None
+
+
+def _joined(text: str, box: "_Box") -> str | None:
+    """Boxes side by side, such as \\boxed{5} and \\boxed{6}, as one list; None for a box alone or said twice."""
+    contents, joints = [box.content], []
+    while box.previous is not None:
+        between = JOINED.fullmatch(text, box.previous.end, box.start)
+        if between is None:
+            break
+        joints.append(" and " if (between[1] or "").lower().endswith("and") else ", ")
+        box = box.previous
+        contents.append(box.content)
+    if len(set(contents)) == 1 or len(contents) > MOST_BOXES:
+        return None
+    return "".join(part for pair in zip(contents[::-1], [*joints[::-1], ""], strict=True) for part in pair)
+
+
 def _in_text(text: str, *, tagged: bool) -> Found:
     box = _last_box(text)
-    marker = _last_marker(text, after=-1 if box is None else box.start)
+    marker = _last_marker(text, after=-1 if box is None else box.end)
     if marker is not None:
         return _marked(text, marker)
     if box is not None:
-        before = text[box.previous_end : box.start] if box.previous_end is not None else ""
+        before = text[box.previous.end : box.start] if box.previous is not None else ""
         if ALTERNATIVE.fullmatch(before):
             return Found((), "box", "the answer hedges")
+        if _denied(text, box.start) or DENIED_BEHIND.match(text, box.end):
+            return Found((), "box", "the answer is denied")
+        joined = _joined(text, box)
+        if joined is not None:
+            return Found((joined[:MAX_ANSWER],), "box")
+        said = TEXT_BOX.fullmatch(box.content)
+        if said:
+            return Found((f"\\text{{{said[1]}}} {said[2]}" if said[1].strip() else said[2],), "box")
         return Found((_with_unit(text, box)[:MAX_ANSWER],), "box")
     if tagged and "\n" not in text:
         return Found(_readings(text[:MAX_ANSWER]), "tag")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not FENCE.fullmatch(line)]
     if not lines:
         return Found((), "", "there is no answer")
     if "\\boxed{" in lines[-1]:
         return Found((), "box", "the braces of \\boxed do not balance")
+    record = JSON_ANSWER.fullmatch(lines[-1])
+    if record:
+        return Found((record[1] or record[2],), "line")
     return _unmarked(lines[-1], "tag" if tagged else "line")
 
 
 @dataclass(frozen=True)
 class _Box:
-    """content, stripped; where the box begins and ends in the text, and where the box before it ends."""
+    """content, stripped; where the box begins and ends in the text, and the box before it."""
 
     content: str
     start: int
     end: int
-    previous_end: int | None
+    previous: "_Box | None"
 
 
 def _last_box(text: str) -> _Box | None:
@@ -179,7 +251,7 @@ def _last_box(text: str) -> _Box | None:
         elif match["close"] and open_boxes:
             box = open_boxes.pop()
             if box is not None and (last is None or box[0] > last.start):
-                previous = None if last is None or last.end > box[0] else last.end
+                previous = None if last is None or last.end > box[0] else last
                 last = _Box(text[box[1] : match.start()].strip(), box[0], match.end(), previous)
     return last
 
@@ -206,7 +278,7 @@ def _last_marker(text: str, *, after: int) -> re.Match[str] | None:
     last = None
     for match in MARKER.finditer(text, max(after, 0)):
         content = text[match.end() : match.end() + MAX_SENTENCE]
-        if not content.strip(" \t\n*_") or DENIED.match(content):
+        if not content.strip(" \t\n*_") or DENIED.match(content) or _denied(text, match.end()):
             continue
         if after >= 0 and match["is"] and not LIKELY_ANSWER.match(content):
             continue
@@ -259,8 +331,11 @@ def _readings(text: str) -> tuple[str, ...]:
     if connective:
         readings.append(short[connective.end() :].strip())
     said = PREDICATE.split(short)[-1].strip()
-    if said and not DENIED.match(said):
+    if said and not DENIED.match(said) and not _denied(short, short.rfind(said)):
         readings.append(said)
+    chosen = CHOSEN.fullmatch(short.strip(" .!"))
+    if chosen:
+        readings.append(chosen[1])
     answer = IS_THE_ANSWER.fullmatch(short.strip(" .!"))
     if answer:
         readings.append(answer[1])

@@ -1,6 +1,7 @@
 """Option letters: B, (B), "B. 12 cm", "option B", "B because ..."; and not "A or B", "not A", "A car"."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 LETTER = re.compile(
@@ -19,6 +20,9 @@ HEDGED = re.compile(
 )
 SINGLE = re.compile(r"[(\[]?\s?([A-Z])\s?[)\]]?[.:]?")
 WITH_TEXT = re.compile(r"[(\[]?([A-Z])(?:[)\]][.:]?\s*|[.:]\s+)(?P<text>\S.*)", re.DOTALL)
+BARE = re.compile(r"([A-Z])\s+(?P<text>\S.*)", re.DOTALL)
+SEVERAL = re.compile(r"[A-F]{2,6}")
+SEPARATED = re.compile(r"[A-F](?:(?:\s*,\s*(?:and\s+)?|\s+and\s+)[A-F]){1,5}")
 
 
 @dataclass(frozen=True)
@@ -59,3 +63,26 @@ def gold_option(text: str) -> Option | None:
         return Option(single[1])
     match = WITH_TEXT.fullmatch(text)
     return Option(match[1], match["text"].strip()) if match else None
+
+
+def without_letters(options: Sequence[str]) -> tuple[str, ...]:
+    """The options' texts; where every one begins with its own letter, as (A) 12, (B) 15, that is no part of them."""
+    matches = [WITH_TEXT.fullmatch(text) for text in options]
+    if not all(match and match[1] == chr(ord("A") + index) for index, match in enumerate(matches)):
+        return tuple(options)
+    return tuple(match["text"].strip() for match in matches)
+
+
+def letter_and_text(answer: str, options: Sequence[str]) -> Option | None:
+    """The option in "B 15 cm", where 15 cm is the text of B."""
+    match = BARE.fullmatch(answer)
+    if match is None or not ord(match[1]) - ord("A") < len(options):
+        return None
+    return Option(match[1]) if options[ord(match[1]) - ord("A")] == match["text"] else None
+
+
+def letters_of(gold: str, answer: str) -> bool:
+    """Whether a gold BC, several letters of options in their order, is the answer "B, C" or "C and B"."""
+    if not SEVERAL.fullmatch(gold) or list(gold) != sorted(set(gold)):
+        return False
+    return SEPARATED.fullmatch(answer) is not None and sorted(re.findall(r"[A-F]", answer)) == list(gold)

@@ -57,6 +57,7 @@ WORDS = {  # LaTeX words with a plain spelling
     **{"in": "∈", "angle": "∠", "measuredangle": "∠", "parallel": "∥", "perp": "⊥", "sim": "∼", "triangle": "△"},
     **{"colon": ":", "emptyset": "∅", "varnothing": "∅", "percent": "%", "land": " and ", "lor": " or "},
     **dict.fromkeys("tiny scriptsize footnotesize small normalsize large Large LARGE huge Huge".split(), ""),
+    "prime": "′",
     **{"euro": "€", "pounds": "£", "to": "→", "rightarrow": "→", "forall": "∀"},
 }
 WRAPPERS = (
@@ -84,7 +85,15 @@ SPACES = re.compile(r"\s+")
 SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,4})(?![\w.])")
 TIMES_TEN = re.compile(r"(?<=\d)\s?[xX]\s?(?=10\s?\^)")  # 6.02 x 10^23
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?\s*(\d{1,40})\s*\}?")
+CELSIUS = re.compile(r"(?<=[\d)}])\s*\^?\s*\{?\s*°\s*\}?\s*([CF])$")  # 20^{\circ}C
 VULGAR = re.compile("[¼½¾⅐-⅞↉]")
+QUOTED = re.compile(r"(?<![\w)}\]'′])('+)([^']+)'+(?!\w)")
+PRIME = re.compile(  # A', f''(x), 30', (3, 4)': not that of "Anya's" and "don't"
+    r"(?:(?<=[\d)}\]A-Zα-ω])|(?<=(?<![A-Za-z])[a-z]))'{1,3}(?!(?:s|m|re|ve|ll|d|t)\b|[A-Z][a-z])"
+)
+SECONDS = re.compile(r'(?<=\d)"|(?<=(?<![A-Za-z])[A-Za-z])"(?=\()')
+RAISED_PRIME = re.compile(r"\s*\^\s*(?:\{\s*(′[\s′]*)\}|(′+))")
+ONE_LETTER = re.compile(r"(\\(?:bar|overline|hat|widehat))\s*(?:\{\s*([a-zA-Z])\s*\}|\s([a-zA-Z])(?![A-Za-z]))")
 
 
 def clean(text: str) -> str:
@@ -96,6 +105,8 @@ def clean(text: str) -> str:
     text = VULGAR.sub(_vulgar, text)
     text = THOUSANDS_MARK.sub("", text).translate(SIGNS)
     text = unicodedata.normalize("NFKC", text).translate(SIGNS)
+    if "'" in text or '"' in text:
+        text = _with_primes(text)
     text = text.replace("√", "\\sqrt ").replace("\\\\", " ; ")
     text = BOLD.sub("", text).strip().replace("**", "^")
     italic = ITALIC.fullmatch(text)
@@ -105,8 +116,14 @@ def clean(text: str) -> str:
     text = TIMES_TEN.sub("*", text)
     text = SCIENTIFIC.sub(r"(\1*10^{\2})", text)
     text = SPACED_NAME.sub("", SPACES.sub(" ", text)).strip()
-    text = _without_ends(text)
+    text = _without_ends(CELSIUS.sub(r"°\1", text) if "°" in text else text)
     return _without_outer_braces(text)
+
+
+def _with_primes(text: str) -> str:
+    """A prime as its own sign, so that it is no quotation mark."""
+    text = PRIME.sub(lambda match: "′" * len(match[0]), QUOTED.sub(r"\2", text))
+    return SECONDS.sub("′′", text) if text.count('"') == 1 else text
 
 
 def _environment(text: str) -> str:
@@ -132,17 +149,26 @@ def _without_latex(text: str) -> str:
     text = text.replace("\\{", "⦃").replace("\\}", "⦄").replace("\\!", "").replace("\\|", "∥")
     text = LATEX_SPACE.sub(" ", text).rstrip("\\ ")
     text = REPEATING.sub(_repeating, text)
+    if "bar" in text or "hat" in text or "overline" in text:
+        text = ONE_LETTER.sub(_marked_letter, text)
     for _ in range(4):
         shorter = OVERLINE.sub(r" \1 ", WRAPPER.sub(_plain_words, text))
         if shorter == text:
             break
         text = shorter
-    return COMMAND.sub(_word, text)
+    text = COMMAND.sub(_word, text)
+    return RAISED_PRIME.sub(lambda m: re.sub(r"\s", "", m[1] or m[2]), text) if "′" in text else text
 
 
 def _plain_words(match: re.Match[str]) -> str:
     """\\text{ cm} and \\mathrm{e}: letters keep a distance from their neighbours, numbers do not need it."""
     return f" {match[1]} "
+
+
+def _marked_letter(match: re.Match[str]) -> str:
+    """The mean of x is not x; a line over two letters is the segment that they alone stand for too."""
+    mark = "hat" if "hat" in match[1] else "bar"
+    return f" {match[2] or match[3]}_{{{mark}}} "
 
 
 def _word(match: re.Match[str]) -> str:

@@ -302,6 +302,10 @@ class _Parser:
             self.take()
             exponent = self.argument() if self.token == "{" else self.atom()
         argument = self._function_argument()
+        if isinstance(exponent, Number) and exponent.value == -1:  # the inverse function, no quotient
+            if f"arc{name}" not in FUNCTIONS:
+                raise Unreadable(f"the inverse of {name}")
+            return Operation(f"arc{name}", (argument,))
         node: Node = Operation(name, (argument, *extra))
         return node if exponent is None else Operation("power", (node, exponent))
 

@@ -93,12 +93,22 @@ def _define_prefixed() -> None:
 _define_prefixed()
 DIMENSIONS = frozenset(name for powers, _ in KNOWN.values() for name, _ in powers)
 
-PLAIN = frozenset({"unit", "units"})  # say nothing
+PLAIN = frozenset({"unit", "units", "total", "altogether", "only"})  # say nothing
 NO_NOUN = frozenset(  # words behind a number that change it, join it to another or deny it
-    "and or not to of times plus minus over by from hundred thousand million billion trillion dozen half halves third "
-    "thirds quarter quarters squared cubed sqrt root roots pi but if is are no nor than more less least most between "
-    "approximately about either neither maybe perhaps possibly power factorial modulo mod sin cos tan log ln".split()
+    "and or not to of times plus minus over by from hundred thousand million billion trillion dozen half halves "
+    "third thirds quarter quarters squared cubed sqrt root roots pi but if is are no nor than more less least "
+    "most between approximately about either neither maybe perhaps possibly power factorial modulo mod sin cos "
+    "tan log ln fewer below above under negative positive wrong incorrect false invalid max min maximum minimum "
+    "missing doubled tripled fourth fifth sixth seventh eighth ninth tenth hundredth thousandth lakh crore "
+    "gross score ago fold north south east west recurring repeating fourths fifths sixths sevenths eighths "
+    "ninths tenths hundredths thousandths millionths tens hundreds thousands millions billions trillions dozens "
+    "scores lakhs crores negatives powers yes always sometimes this thus was has does vs besides towards "
+    "afterwards backwards basis others else except without".split()
 )
+PLURALS = frozenset(
+    "people children men women feet teeth mice geese sheep fish dice vertices indices matrices".split()
+)
+ONE = re.compile(r"\s*1\s*")
 SPELLING = re.compile(r"[A-Za-zΩωμ°%€£¥¢][A-Za-zΩωμ.°_]*")
 PER_CENT = re.compile(r"per[ -]cent\b", re.I)
 DEGREES_OF = re.compile(r"\b(?:degrees?|deg)\s+(celsius|fahrenheit)\b", re.I)
@@ -136,9 +146,19 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
         unit = _unit(spelling)
         if unit is not None and unit.dimensions == DEGREE and ANGLE_FUNCTION.search(text):
             return text, None  # the degree belongs to the sine's argument
+        if unit is not None and not (ONE.fullmatch(text[: match.start()]) or _countable(unit, spelling)):
+            return text, None  # 5 gross, 5 doubled, 5 south: only things can be counted
         if unit is not None and (match["gap"] or not _may_be_variable(spelling)):
             return text[: match.start()], unit if unit.dimensions else None
     return text, None
+
+
+def _countable(unit: Unit, spelling: str) -> bool:
+    """Whether it is a unit known here, or a noun in the plural."""
+    if all(name in DIMENSIONS for name, _ in unit.dimensions):
+        return True
+    words = re.findall(r"[a-z]+", spelling.lower())
+    return any(word in PLURALS or (word.endswith("s") and not word.endswith("ss")) for word in words)
 
 
 def known_unit(text: str) -> bool:

@@ -6,14 +6,15 @@ not count, so that √(xy) is √x√y.
 """
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 
 from grpo_vlm.rewards import grade_numbers as numbers
-from grpo_vlm.rewards.grade_numbers import Real, Undefined, context, is_complex, same
+from grpo_vlm.rewards.grade_numbers import Real, TooLarge, Undefined, context, is_complex, same
 from grpo_vlm.rewards.grade_syntax import TRIGONOMETRIC, Node, Number, Operation, Symbol, symbols
 
-POINTS = 8  # the first half positive, the second of either sign
+POINTS = 8  # near 0: the first half positive, the second of either sign
+FAR_POINTS = ((50, 1), (2000, 1), (50, -1), (2000, -1), (2000, 0))  # magnitude and sign, 0 for either
 ENOUGH_POINTS = 2
 HASH_RANGE = 9973
 DEGREES = Fraction(180)
@@ -29,14 +30,18 @@ def equal(a: Node, b: Node) -> bool:
     Undefined."""
     if not symbols(a) and not symbols(b):
         return same(evaluate(a), evaluate(b))
-    pairs = _at_points(a, b)
-    return len(pairs) >= ENOUGH_POINTS and all(same(first, second) for first, second in pairs)
+    seen = 0
+    for first, second in _at_points(a, b):
+        if not same(first, second):
+            return False
+        seen += 1
+    return seen >= ENOUGH_POINTS
 
 
 def proportional(a: Node, b: Node, *, positive: bool) -> bool:
     """Whether a = c * b with one constant c other than 0 (above 0 if `positive`): equations with the same solutions,
     as 2x - 4 = 0 and x - 2 = 0. Raises TooLarge."""
-    pairs = _at_points(a, b)
+    pairs = list(_at_points(a, b))
     if any(is_complex(value) for pair in pairs for value in pair):
         return False
     if any((first == 0) != (second == 0) for first, second in pairs):
@@ -47,20 +52,27 @@ def proportional(a: Node, b: Node, *, positive: bool) -> bool:
     return all(same(ratio, ratios[0]) for ratio in ratios)
 
 
-def _at_points(a: Node, b: Node) -> list[tuple[Real, Real]]:
-    names, pairs = symbols(a) | symbols(b), []
-    for index in range(POINTS):
+def _at_points(a: Node, b: Node) -> Iterator[tuple[Real, Real]]:
+    names = symbols(a) | symbols(b)
+    for index in range(POINTS + len(FAR_POINTS)):
         point = {name: _coordinate(name, index) for name in names}
         try:
-            pairs.append((evaluate(a, point), evaluate(b, point)))
+            yield evaluate(a, point), evaluate(b, point)
         except Undefined:
             continue
-    return pairs
+        except TooLarge:  # far out only: e^(x^2)
+            if index < POINTS:
+                raise
 
 
 def _coordinate(name: str, index: int) -> Fraction:
-    """A fraction with 0.2 <= |x| < 3.2 that depends on variable and point only."""
+    """A fraction that depends on variable and point only: 0.2 <= |x| < 3.2, and far out, where |x - 4| and 4 - x
+    differ, between half of the magnitude and all of it."""
     drawn = zlib.crc32(f"{name}/{index}".encode())
+    if index >= POINTS:
+        magnitude, sign = FAR_POINTS[index - POINTS]
+        value = magnitude * (1 + Fraction(drawn % HASH_RANGE, HASH_RANGE)) / 2
+        return value * (sign or (-1 if drawn & 0x10000 else 1))
     value = Fraction(1, 5) + Fraction(3 * (drawn % HASH_RANGE), HASH_RANGE)
     return -value if index >= POINTS // 2 and drawn & 0x10000 else value
 

@@ -25,6 +25,11 @@ BEGIN = re.compile(r"(?:(?P<sign>minus|negative)\s+|(?P<article>the|an?)\s+)?(?=
 SCALED = re.compile(
     r"(?<![\w.,/^])(\d+(?:\.\d+)?)[ -](dozen|hundred|thousand|million|billion|trillion)\b(?!s?[ -]?(?:and\b|\d))", re.I
 )
+DIGITS_PART = re.compile(
+    r"(\d{1,6})[ -](halves|thirds|fourths|quarters|fifths|sixths|sevenths|"
+    r"eighths|ninths|tenths|hundredths|thousandths)",
+    re.I,
+)
 SCALE = re.compile(r"dozen|hundred|thousand|illion", re.I)
 MANY = {"dozen": 12, "hundred": 100, **SCALES}
 NUMBER_WORDS = ONES.keys() | TENS.keys() | SCALES.keys() | PARTS.keys() | {"hundred", "dozen"}
@@ -33,6 +38,9 @@ MOST_WORDS = 16
 
 def with_digits(text: str) -> str:
     """The text with the number at its beginning in digits; as it is when it begins with none."""
+    parts = DIGITS_PART.fullmatch(text)
+    if parts:
+        return f"({Fraction(int(parts[1]), PARTS[parts[2].lower()] if parts[2].lower() in PARTS else 2)})"
     text = SCALED.sub(_scaled, text, count=1) if SCALE.search(text) else text
     begin = BEGIN.match(text)
     if begin is None or begin["word"].lower() not in NUMBER_WORDS:

@@ -150,6 +150,8 @@ def _find(spec: str | Callable[..., Any], base_dir: str | Path | None) -> Found:
     """Module, function and name."""
     if isinstance(spec, str):
         return _resolve(spec, base_dir)
+    if inspect.isclass(spec):
+        raise RewardError(f"the reward {spec.__qualname__} is a class; pass an object of it: {spec.__qualname__}(...)")
     if callable(spec):
         code = plain_function(spec)
         return inspect.getmodule(code), spec, code.__qualname__
@@ -185,6 +187,11 @@ def _resolve(spec: str, base_dir: str | Path | None) -> Found:
         near = difflib.get_close_matches(function_name, present, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; functions there: {', '.join(present) or 'none'}"
         raise RewardError(f"worker.reward.reward_function: {location} has no function {function_name!r}{hint}")
+    if inspect.isclass(function):
+        raise RewardError(
+            f"worker.reward.reward_function: {location}:{function_name} is a class; make an object of it there, "
+            f"such as reward = {function_name}(...), and name that"
+        )
     return module, function, f"{location}:{function_name}"
 
 
@@ -202,8 +209,18 @@ def _load_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         lines = _format(error, _frames_from(error.__traceback__, str(path)))
-        raise RewardError(f"worker.reward.reward_function: {path} cannot be imported:\n{lines}") from None
+        raise RewardError(
+            f"worker.reward.reward_function: {path} cannot be imported:\n{lines}{_hint(error, path)}"
+        ) from None
     return module
+
+
+def _hint(error: BaseException, path: Path) -> str:
+    """For an import of what lies beside the reward file."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if not name or not (path.with_name(f"{name}.py").is_file() or path.with_name(name).is_dir()):
+        return ""
+    return f"\n{name!r} lies beside the reward file, but its folder is not searched: add {path.parent} to PYTHONPATH"
 
 
 def _import_module(name: str) -> ModuleType:

@@ -267,7 +267,8 @@ def _job(specs: Sequence[Spec], kwargs: dict[str, Any], limits: Limits) -> Job:
             "file and name it as FILE.py:function"
         ) from None
     sources = _sources([spec for spec in found if isinstance(spec, Reward)])
-    return Job(pickled, kwargs, sources, limits.memory_limit_gb, limits.concurrency)
+    names = tuple(spec if isinstance(spec, str) else spec.name for spec in found)
+    return Job(pickled, kwargs, names, sources, limits.memory_limit_gb, limits.concurrency)
 
 
 def _sources(rewards: Sequence[Reward]) -> dict[str, list[str]]:

@@ -41,11 +41,12 @@ CANCEL_S = 0.1  # for a call at its time-out to leave; one that does not is left
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is for. specs: the pickle of a list of names and, for functions given as objects, Rewards; lines:
-    sources by file name, for tracebacks of notebook cells."""
+    """What a worker is for. specs: the pickle of a list of names and, for functions given as objects, Rewards;
+    names: of the functions, for messages; lines: sources by file name, for tracebacks of notebook cells."""
 
     specs: bytes
     kwargs: dict[str, Any]
+    names: tuple[str, ...]
     lines: dict[str, list[str]]
     memory_limit_gb: float
     concurrency: int
@@ -137,7 +138,7 @@ class Worker:
                 self._answer(reward, request)
             except RewardError as error:
                 self.tell(Unusable(str(error)))
-            sys.stdout.flush()
+            _flush()
             self.progress.at(-1)
             self.tell(Done(GRADER in sys.modules))
 
@@ -253,6 +254,12 @@ async def _result_of(awaitable: Any) -> Any:
     return await awaitable
 
 
+def _flush() -> None:
+    """Prints what is left; a function may have closed or replaced the stream, which is no row's fault."""
+    if not sys.__stdout__.closed:
+        sys.__stdout__.flush()
+
+
 def _limit_memory(limit_gb: float) -> None:
     """An allocation beyond what the process holds now plus `limit_gb` raises MemoryError. Private writable memory is
     what Linux counts here, so address space that a library merely reserves (CUDA does) is free."""
@@ -290,5 +297,5 @@ def main(parent: int, connection: int, progress: int, job: int) -> None:
         worker.serve()
     except OSError:  # the trainer has ended
         pass
-    sys.stdout.flush()
+    _flush()
     os._exit(0)  # at once: what threads or libraries the function started is not waited for

@@ -242,6 +242,11 @@ def test_files_that_cannot_be_used(write):
         RewardError, match=r"(?s)cannot be imported:.*line 1, in <module>.*No module named 'absent_one'"
     ):
         load_reward(write("import absent_one\n"))
+    write("x = 1\n", "beside_it.py")
+    with pytest.raises(RewardError, match=r"'beside_it' lies beside the reward file.*to PYTHONPATH"):
+        load_reward(write("import beside_it\n"))
+    with pytest.raises(RewardError, match=r"reward\.py:Judge is a class; make an object of it there"):
+        load_reward(write("class Judge:\n    def __call__(self, completions): ...\n") + ":Judge")
     with pytest.raises(RewardError, match="REWARD_TYPE is 'each'"):
         load_reward(write('REWARD_TYPE = "each"\ndef main(inputs): ...'))
 

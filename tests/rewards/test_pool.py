@@ -52,6 +52,12 @@ def grade(text):
         return float(verify(parse("$4$"), parse(text)))
     if text == "raise":
         raise ZeroDivisionError(text)
+    if text == "writes anywhere":
+        for descriptor in range(3, 20):
+            try:
+                os.write(descriptor, b"written to a descriptor of another")
+            except OSError:
+                pass
     return float(text == "4")
 
 def loop(reward_inputs):
@@ -155,6 +161,20 @@ def test_several_bad_rows_of_a_batch(pool, write, form):
     ]
 
 
+def test_a_row_that_writes_to_the_workers_socket_is_the_only_one_lost(pool, write):
+    reward = pool(f"{write(HOSTILE)}:single")
+    found = reward(samples(GOLD, "writes anywhere", GOLD))
+    assert [score and score["overall"] for score in found] == [1.0, None, 1.0]
+
+
+def test_a_closed_stream_is_no_rows_fault(pool, write):
+    source = "import sys\ndef score(solution_str):\n    sys.stdout.close()\n    return float(solution_str == '4')\n"
+    reward = pool(f"{write(source)}:score")
+    for _ in range(2):
+        assert [score["overall"] for score in reward(samples(GOLD, "5"))] == [1.0, 0.0]
+    assert reward.faults == []
+
+
 def test_a_batch_is_one_call_while_nothing_goes_wrong(pool):
     def ranked(reward_inputs):
         order = sorted(range(len(reward_inputs)), key=lambda place: len(reward_inputs[place]["response"]))
@@ -239,7 +259,7 @@ def test_three_hanging_rows_of_a_thousand(pool, write, form):
 def test_functions_that_cannot_be_loaded_say_so(pool, write):
     with pytest.raises(RewardError, match=r"(?s)cannot be imported:.*line 2, in <module>.*ZeroDivisionError"):
         pool(write("x = 1\ny = x / 0\n")).load()
-    with pytest.raises(RewardError, match="ended with exit code 7 while it was loaded"):
+    with pytest.raises(RewardError, match=r"ends\.py ended with exit code 7 while it was loaded"):
         pool(write("import os\nos._exit(7)\n", "ends.py")).load()
     with pytest.raises(RewardError, match="fit no known form"):
         pool(lambda a, b: 0)

@@ -48,7 +48,7 @@ def test_all_faults_are_named_at_once():
     [
         (None, "is not set"),
         ("tiny", "is shorter than 16 characters"),
-        ("a secret of a file\n", "holds a blank, a line break"),
+        ("a secret of a file\n", "has a blank at an end, a line break"),
         ("k" * 16 + "\u00e9", "or a letter outside ASCII"),
     ],
 )
