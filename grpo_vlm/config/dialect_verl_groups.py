@@ -85,16 +85,17 @@ DUAL = ("vanilla", "dppo_tv", "dppo_kl")  # those that read clip_ratio_c
 
 
 def clipping(read: Reading) -> None:
-    """clip_ratio is both sides, where they are not named themselves."""
+    """clip_ratio_low and clip_ratio_high; verl reads clip_ratio itself where these are null, which they never are."""
     both, mode = A + "clip_ratio", read.get(A + "policy_loss.loss_mode")
     if mode in UNCLIPPED:
         for name in ("", "_low", "_high"):
             read.leave(both + name, f"loss_mode {mode} does not clip")
         return
+    if read.names(both):
+        read.leave(both, "verl clips at clip_ratio_low and clip_ratio_high, 0.2 each unless they are set")
     for side in ("low", "high"):
         own = A + f"clip_ratio_{side}"
-        source = own if read.names(own) or not read.names(both) else both
-        read.put(f"worker.actor.clip_ratio_{side}", read.get(source), source)
+        read.put(f"worker.actor.clip_ratio_{side}", read.get(own), own)
 
 
 LOSSES = {
@@ -179,6 +180,7 @@ def kl_term(read: Reading) -> None:
     }
     if read.get(in_loss) and read.get(in_reward):
         read.refuse(in_reward, f"the KL term is in the loss or in the reward, not in both; {in_loss} is true as well")
+        read.put("algorithm.use_kl_loss", True, in_loss)
         return
     used = loss_keys if read.get(in_loss) else reward_keys if read.get(in_reward) else {}
     read.put("algorithm.disable_kl", not used, in_loss, in_reward)

@@ -85,28 +85,27 @@ class GenerateRoute:
             await reply(send, 200, {"held": self.weights, "adapters": lora is not None})
             return
         body = json.loads(await read_body(dict(scope["headers"]), receive))
-        async with self.adding:  # no batch begins meanwhile
-            if occupied := await self._occupied(body.get("run")):
-                await refuse(send, 409, occupied)
+        deadline = time.monotonic() + IDLE_S
+        while (occupied := self._occupied(body.get("run"))) or self.adding.locked():
+            if time.monotonic() > deadline:
+                await refuse(send, 409, occupied or "the server still takes prompts of another call")
                 return
-            held = self.weights
-            if body.get("held", held) != held:
-                await refuse(send, WEIGHTS_LOST, self._others(body["held"]))
-                return
-            self.weights, self.run = body["weights"], body.get("run")
-            self.unfinished_until = time.monotonic() + UNFINISHED_S if body.get("unfinished") else 0.0
+            await asyncio.sleep(0.02)
+        held = self.weights
+        if body.get("held", held) != held:
+            await refuse(send, WEIGHTS_LOST, self._others(body["held"]))
+            return
+        self.weights, self.run = body["weights"], body.get("run")
+        self.unfinished_until = time.monotonic() + UNFINISHED_S if body.get("unfinished") else 0.0
         await reply(send, 200, {"held": held})
 
     def _others(self, wanted: str) -> str:
         return f"the server holds other weights than {wanted}: {self.weights or FOLDERS}"
 
-    async def _occupied(self, run: str | None) -> str | None:
+    def _occupied(self, run: str | None) -> str | None:
         """Why `run` may not change the weights now."""
-        deadline = time.monotonic() + IDLE_S
-        while self.running:
-            if time.monotonic() > deadline:
-                return f"the server still makes answers with {self.weights or FOLDERS}: it serves one run at a time"
-            await asyncio.sleep(0.02)
+        if self.running:
+            return f"the server still makes answers with {self.weights or FOLDERS}: it serves one run at a time"
         if run != self.run and time.monotonic() < self.unfinished_until:
             return "another run is sending its weights to this server, which serves one run at a time"
         return None

@@ -38,12 +38,13 @@ def training_arguments(config: Config, output_dir: Path, rollout_steps: int, wor
     actor = config.worker.actor
     on_cpu = not torch.accelerator.is_available()
     sharded = launched_sharded()
+    group = max(2, config.worker.rollout.n)  # TRL's own sampler, which is not used, knows no groups of one answer
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # `mp_param_dtype` decides, not the launcher's file
     return GRPOConfig(
         output_dir=str(output_dir),
-        per_device_train_batch_size=actor.global_batch_size // world_size * config.worker.rollout.n,
+        per_device_train_batch_size=actor.global_batch_size // world_size * group,
         gradient_accumulation_steps=1,
-        num_generations=config.worker.rollout.n,
+        num_generations=group,
         max_completion_length=config.data.max_response_length,
         temperature=config.worker.rollout.temperature,
         max_steps=rollout_steps * updates_per_step(config),

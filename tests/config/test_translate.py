@@ -188,9 +188,9 @@ def verl(*items: str) -> tuple[Config, str]:
         ((), {"worker.actor.dynamic_batching": False, "worker.actor.max_token_len_per_gpu": None}),
         ((f"{A}use_dynamic_bsz=True",), {"worker.actor.max_token_len_per_gpu": 16384}),
         ((f"{A}ppo_micro_batch_size_per_gpu=2",), {"worker.actor.micro_batch_size_per_device_for_update": 2}),
-        ((f"{A}clip_ratio=0.1",), {"worker.actor.clip_ratio_low": 0.1, "worker.actor.clip_ratio_high": 0.1}),
+        ((f"{A}clip_ratio=0.1",), {"worker.actor.clip_ratio_low": 0.2, "worker.actor.clip_ratio_high": 0.2}),
         (
-            (f"{A}clip_ratio=0.1", f"{A}clip_ratio_high=0.28"),
+            (f"{A}clip_ratio_low=0.1", f"{A}clip_ratio_high=0.28"),
             {"worker.actor.clip_ratio_low": 0.1, "worker.actor.clip_ratio_high": 0.28},
         ),
         (

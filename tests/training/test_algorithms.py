@@ -17,7 +17,7 @@ from grpo_vlm.training.batch import RolloutBatch
 from grpo_vlm.training.credit import Credit
 from grpo_vlm.training.evaluate import to_samples
 from grpo_vlm.training.observe import in_order, placed, rollout_metrics
-from tests.training.rigs import session, settings
+from tests.training.rigs import largest_difference, parameters, session, settings
 from tests.training.updates import changed, gradients, learner_of
 
 CASES = [(name, None) for name in (*LOSS_NAMES, *TRL_LOSSES)] + [("default", average) for average in AVERAGES]
@@ -172,6 +172,15 @@ def test_truncated_answers_leave_the_loss_or_the_group_too(parts, key):
     others = 2**-0.5 if key == "overlong_filtering" else (2 / 3) / 3**-0.5  # std of (0, 1), and of (1, 0, 1)
     assert assigned.advantages[1, 0] == pytest.approx(-others, rel=1e-4)
     assert Denominators.of(RolloutBatch.of([assigned]).mask).sequences == 2
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "remax"])
+def test_estimators_that_compare_nothing_train_on_one_answer(tmp_path, tmp_path_factory, name):
+    changes = {"worker.rollout.n": 1, "algorithm.adv_estimator": name, "trainer.max_steps": 1}
+    with session(settings(tmp_path_factory.getbasetemp(), tmp_path / "run", **changes)) as run:
+        before = parameters(run.trainer)
+        run.train()
+        assert largest_difference(before, parameters(run.trainer)) > 0
 
 
 def test_names_in_the_schema_are_those_of_the_registries():
