@@ -319,7 +319,7 @@ class VLLMEngine:
     def _make_room(self) -> None:
         """Give back what torch's allocator only keeps at hand, where a server that is to wake would not find its
         share of the accelerator free. (Always giving it back would cost each step the time to get it again.)"""
-        if not self.asleep:
+        if not self.asleep or self.accelerator.device.type == "cpu":
             return
         free, total = torch.accelerator.get_memory_info(self.accelerator.device)
         if free < self.rollout.gpu_memory_utilization * total:
