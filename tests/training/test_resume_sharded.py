@@ -86,7 +86,7 @@ def assert_moved(place: Path, before: str, after: str) -> None:
     assert [line["actor/lr"] for line in metrics(run_folder)] == [line["actor/lr"] for line in metrics(whole)]
 
 
-@pytest.mark.parametrize(("before", "after"), [("zero3", "cpu"), ("cpu", "zero3")])
+@pytest.mark.parametrize(("before", "after"), [("zero3", "cpu"), pytest.param("cpu", "zero3", marks=pytest.mark.slow)])
 def test_another_number_of_processes(place, before, after):
     assert_moved(place, before, after)
 
@@ -135,6 +135,7 @@ def assert_scores(place: Path, names: list[str], *options: str) -> None:
         assert (torch.tensor(line["logprobs"]) - expected).abs().max() < BOUND, name
 
 
+@pytest.mark.slow
 def test_exported_models_score_as_the_trainer(place):
     assert_scores(place, ["one", "two"])
 

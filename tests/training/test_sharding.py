@@ -76,6 +76,7 @@ def test_every_scheme_leads_where_one_process_leads(tmp_path):
     compare(run(tmp_path, "qwen2_5_vl", "whole", ("cpu", *SCHEMES, "multi_gpu-dropped")))
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_ever_says_for_whom_and_ends(tmp_path):
     """Rank 1 sleeps at its second row: the other one is named, with phase and row, within the time-out."""
     began = time.monotonic()
