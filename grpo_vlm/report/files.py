@@ -15,7 +15,8 @@ import yaml
 
 # in a run folder, of what is shown of a run
 GROUPS_NAME, PICTURES_NAME, REPORT_NAME, SERVICES_NAME = "groups.jsonl", "pictures", "report.html", "services.json"
-SHOWN_NAMES = (GROUPS_NAME, PICTURES_NAME, REPORT_NAME, SERVICES_NAME, "wandb", "swanlog")
+PLAN_NAME = "plan.json"
+SHOWN_NAMES = (GROUPS_NAME, PICTURES_NAME, REPORT_NAME, SERVICES_NAME, PLAN_NAME, "wandb", "swanlog")
 
 # half a surrogate pair cannot be UTF-8; written as \udXXX it stays the JSON escape of itself
 TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}

@@ -24,10 +24,10 @@ from grpo_vlm.model.load import outline_policy, vision_tower
 from grpo_vlm.model.memory import BF16, DRIVER_BYTES, Counts, Part, Widths, training_parts
 from grpo_vlm.model.packed import base_model, form
 from grpo_vlm.model.packing import Load
+from grpo_vlm.report.files import PLAN_NAME
 from grpo_vlm.rollout.sync import CHUNK_BYTES
 from grpo_vlm.training.scoring import row_tokens
 
-PLAN_NAME = "plan.json"
 GB = 1e9
 DECODE_SHARE = 0.5  # of bandwidth and peak that decoding reaches: 7.3 s for 512 x 300 tokens of 3B on an H200
 VISION_SHARE = 0.45  # of the peak, compiled; the 18 updates measured on an H200 are then met within 27 %
