@@ -1,6 +1,6 @@
 """Rules between the keys of the algorithm section and those that they lean on, and notices of keys without effect."""
 
-from grpo_vlm.config.check_sharding import DDP, ONE, Launched
+from grpo_vlm.config.check_sharding import Launched
 from grpo_vlm.config.faults import Fault
 from grpo_vlm.config.schema import Config
 from grpo_vlm.config.schema_algorithm import ESTIMATORS
@@ -52,7 +52,7 @@ def algorithm_faults(config: Config, world_size: int, launch: Launched) -> list[
             "reward; set algorithm.use_kl_loss=true or algorithm.disable_kl=true"
         )
         faults.append(Fault(("algorithm.adv_estimator", "algorithm.use_kl_loss"), text))
-    if algorithm.kl_penalty == "full" and not algorithm.disable_kl and launch.kind not in (ONE, DDP):
+    if algorithm.kl_penalty == "full" and not algorithm.disable_kl and not launch.whole:
         text = (
             "algorithm.kl_penalty: full needs policy and reference whole in every process, and the launcher started "
             f"{launch.name}; take low_var_kl (k3), which has the same mean, or launch with "

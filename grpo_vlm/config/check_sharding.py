@@ -12,6 +12,7 @@ from pathlib import Path
 
 from grpo_vlm.config.faults import Fault
 from grpo_vlm.config.schema import Config
+from grpo_vlm.config.values import is_bf16
 
 FSDP = "worker.actor.fsdp."
 OFFLOAD = "worker.actor.offload."
@@ -36,6 +37,11 @@ class Launched:
     def name(self) -> str:
         """As people call it."""
         return f"{self.kind}-{self.stage}" if self.kind == ZERO else self.kind
+
+    @property
+    def whole(self) -> bool:
+        """Whether a rank holds everything: weights, gradients and optimizer states."""
+        return self.kind in (ONE, DDP)
 
     @property
     def cuts_weights(self) -> bool:
@@ -122,7 +128,7 @@ def sharding_faults(config: Config, environment: Mapping[str, str]) -> list[Faul
         )
     strategy = actor.optim.strategy
     need(
-        not zero or fsdp.torch_dtype not in ("bf16", "bfloat16"),
+        not zero or not is_bf16(fsdp.torch_dtype),
         FSDP + "torch_dtype",
         "bf16 is the type of the trained weights",
         "which computes in bf16 and keeps float32 masters",
@@ -156,17 +162,16 @@ def sharding_faults(config: Config, environment: Mapping[str, str]) -> list[Faul
 def sharding_notices(config: Config, environment: Mapping[str, str]) -> list[str]:
     """Keys that change nothing under the launcher's scheme."""
     launch, fsdp = launched(environment), config.worker.actor.fsdp
-    whole = launch.kind in (ONE, DDP)
     lines = {
         f"{FSDP}enable_full_shard = false has no effect: {launch.name} divides nothing": (
-            whole and not fsdp.enable_full_shard
+            launch.whole and not fsdp.enable_full_shard
         ),
         f"{FSDP}enable_cpu_offload = true has no effect: {launch.name} keeps the weights whole on each accelerator; "
-        "launch with accelerate_configs/fsdp2.yaml or zero3_offload.yaml": whole and fsdp.enable_cpu_offload,
+        "launch with accelerate_configs/fsdp2.yaml or zero3_offload.yaml": launch.whole and fsdp.enable_cpu_offload,
         f"{FSDP}enable_rank0_init = false has no effect: only FSDP2 reads the weights on one process and sends them "
         "out": launch.kind != FSDP2 and not fsdp.enable_rank0_init,
         f"{FSDP}mp_reduce_dtype = {fsdp.mp_reduce_dtype} has no effect: DDP sums gradients in the weights' type": (
-            whole and fsdp.mp_reduce_dtype not in ("fp32", "float32")
+            launch.whole and is_bf16(fsdp.mp_reduce_dtype)
         ),
     }
     return [line for line, holds in lines.items() if holds]

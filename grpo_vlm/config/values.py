@@ -35,6 +35,11 @@ def dtype_name(value: str) -> str:
     return DTYPE_NAMES.get(value, value)
 
 
+def is_bf16(value: str | None) -> bool:
+    """Whether the configuration names bfloat16."""
+    return value is not None and dtype_name(value) == "bfloat16"
+
+
 def read_template(key: str, path: str) -> str:
     """The text of a template file that `key` names. ConfigError when it is no file or not plain UTF-8.
 

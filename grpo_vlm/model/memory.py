@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from grpo_vlm.config import Config
 from grpo_vlm.config.check_sharding import DDP, FSDP2, ZERO, Launched
+from grpo_vlm.config.values import is_bf16
 
 DRIVER_BYTES = 0.8e9  # a process's context and libraries; measured on an H200
 ZERO_BUCKET = 5e8  # numbers in DeepSpeed's bucket of gradients (ZeRO-2 fills one while the other is sent)
 ZERO_LIVE = 1e9  # numbers of gathered weights that ZeRO-3 keeps at most
 BF16, FLOAT32 = 2, 4
-LOW = ("bf16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Widths:
         """accelerator: whether one computes; a CPU computes in the weights' own type. adapters: those are what is
         trained, in float32."""
         fsdp, strategy = config.worker.actor.fsdp, config.worker.actor.optim.strategy
-        weight = BF16 if fsdp.torch_dtype in LOW else FLOAT32
-        cast = accelerator and weight == FLOAT32 and fsdp.mp_param_dtype in LOW
+        weight = BF16 if is_bf16(fsdp.torch_dtype) else FLOAT32
+        cast = accelerator and weight == FLOAT32 and is_bf16(fsdp.mp_param_dtype)
         trained = FLOAT32 if adapters else weight
         if launch.kind == ZERO:  # float32 masters and moments beside what computes
             lower = trained == BF16 or cast
@@ -86,7 +86,7 @@ def training_parts(
     gathered weights until the backward pass. offload: weights, optimizer states lie in CPU memory while
     answers are generated.
     """
-    sharded = launch.kind == FSDP2 or (launch.kind == ZERO and launch.stage == 3)
+    sharded = launch.cuts_weights
     weight_share = 1 / world_size if sharded else 1.0
     state_share = 1 / world_size if sharded or (launch.kind == ZERO and launch.stage >= 1) else 1.0
     gradient_share = 1 / world_size if sharded or (launch.kind == ZERO and launch.stage >= 2) else 1.0

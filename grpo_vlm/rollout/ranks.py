@@ -8,14 +8,15 @@ import json
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_vlm.errors import GRPOVLMError, RolloutError
 
 POLL_S = 0.1
+T = TypeVar("T")
 
 
 def raise_first(error: str | None, accelerator: Any, kind: type[GRPOVLMError]) -> None:
@@ -24,6 +25,22 @@ def raise_first(error: str | None, accelerator: Any, kind: type[GRPOVLMError]) -
     first = next((message for message in messages if message is not None), None)
     if first is not None:
         raise kind(first)
+
+
+def on_main(call: Callable[[], T], *, is_main: bool, world_size: int) -> T:
+    """What `call` returns on the main process, on every rank; an error for people in it is raised on every rank. A
+    collective."""
+    outcome: list[Any] = [None, None]
+    if is_main:
+        try:
+            outcome[0] = call()
+        except GRPOVLMError as error:
+            outcome[1] = error
+    if world_size > 1:
+        broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def processes_here(accelerator: Any) -> int:

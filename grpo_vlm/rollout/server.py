@@ -113,25 +113,18 @@ class VLLMServer:
         return False
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
-        """Whether the server answers /health now."""
-        try:
-            with loopback_session() as session:
-                return session.get(f"{self.url}/health", timeout=timeout_s).status_code == 200
-        except requests.RequestException:
-            return False
+        """Whether the server answers /health now, which asks for no key."""
+        return self._answers("/health", timeout_s, None)
 
     def _is_own(self) -> bool:
-        """Whether what answers is the server that was started, and not one that took its port: /health asks for no
-        key."""
+        """Whether what answers is the server that was started, and not one that took its port."""
+        return self._answers(WEIGHTS_PATH, 10.0, self.api_key)
+
+    def _answers(self, path: str, timeout_s: float, api_key: str | None) -> bool:
         try:
-            with loopback_session() as session:
-                return session.get(f"{self.url}{WEIGHTS_PATH}", headers=self._headers, timeout=10.0).status_code == 200
+            return get(self.url + path, api_key, timeout_s).status_code == 200
         except requests.RequestException:
             return False
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}", "Connection": "close"}
 
     def alive(self) -> bool:
         """Whether the process runs."""
@@ -222,8 +215,7 @@ class ExternalServer:
     def _ask(self, path: str) -> dict[str, Any]:
         """The JSON of one of the server's routes that need the key."""
         try:
-            with loopback_session() as session:
-                answer = session.get(self.url + path, headers=self._headers, timeout=30.0)
+            answer = get(self.url + path, self.api_key, 30.0)
             found = answer.json() if answer.status_code == 200 else None
         except requests.JSONDecodeError:
             raise RolloutError(f"what answers at {self.url}{path} is no rollout server: it sends no JSON") from None
@@ -235,7 +227,7 @@ class ExternalServer:
             raise RolloutError(f"the server at {self.url} answers {path} with {answer.status_code}; is it ours?")
         return found
 
-    _headers = VLLMServer._headers
+    _answers = VLLMServer._answers
     healthy = VLLMServer.healthy
 
     def alive(self) -> bool:
@@ -256,6 +248,13 @@ def loopback_session() -> requests.Session:
     session = requests.Session()
     session.trust_env = False
     return session
+
+
+def get(url: str, api_key: str | None, timeout_s: float) -> requests.Response:
+    """One GET, on a connection of its own, with the server's key if it is given."""
+    headers = {"Connection": "close"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+    with loopback_session() as session:
+        return session.get(url, headers=headers, timeout=timeout_s)
 
 
 def check_installation() -> None:

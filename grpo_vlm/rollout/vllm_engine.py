@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -102,8 +101,6 @@ class VLLMEngine:
         faults, _, where = self._launch(self.leads)
         if faults:
             raise RolloutError(faults[0])
-        own = secrets.token_hex(4)
-        self.nonce = self.meeting.exchange(own, limit_s=MARGIN_S, what="start")[self.leader]
         self.client = VLLMClient(
             *where,
             tokenizer=self.processor.tokenizer,
@@ -114,6 +111,7 @@ class VLLMEngine:
         )
         self.transfer = make_sync(self.settings, self.client if self.leads else None, self.accelerator, self.run_dir)
         self.client.adapter = self.transfer.adapter
+        self.nonce = self.meeting.exchange(self.transfer.run, limit_s=MARGIN_S, what="start")[self.leader]
         self._new = self.leads
 
     def sync(self, model: nn.Module, version: int) -> dict[str, float]:

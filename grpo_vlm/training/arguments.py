@@ -10,6 +10,7 @@ from trl import GRPOConfig
 
 from grpo_vlm.config import Config, updates_per_step
 from grpo_vlm.config.check_sharding import FSDP2, ZERO, launched
+from grpo_vlm.config.values import is_bf16
 
 
 def launched_sharded() -> bool:
@@ -19,12 +20,12 @@ def launched_sharded() -> bool:
 
 def computes_in_bf16(config: Config) -> bool:
     """Whether an accelerator computes in bf16."""
-    return config.worker.actor.fsdp.mp_param_dtype in ("bf16", "bfloat16")
+    return is_bf16(config.worker.actor.fsdp.mp_param_dtype)
 
 
 def has_bf16_weights(config: Config) -> bool:
     """Whether the trained weights are bf16 themselves."""
-    return config.worker.actor.fsdp.torch_dtype in ("bf16", "bfloat16")
+    return is_bf16(config.worker.actor.fsdp.torch_dtype)
 
 
 def casts_to_bf16(config: Config) -> bool:

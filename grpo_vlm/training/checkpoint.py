@@ -16,7 +16,7 @@ import accelerate
 import peft
 import torch
 import transformers
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from peft import PeftModel
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -24,6 +24,7 @@ from grpo_vlm.config import Config, updates_per_step
 from grpo_vlm.errors import ConfigError
 from grpo_vlm.model.load import ADAPTER
 from grpo_vlm.report.run_folder import STEP_PREFIX, checkpoint_steps
+from grpo_vlm.rollout.ranks import on_main
 from grpo_vlm.training import optimizer_state, rng
 from grpo_vlm.training.arguments import learning_rate_factor
 from grpo_vlm.training.manifest import find_fault, read_manifest
@@ -144,9 +145,7 @@ def _take_state(trainer: "GRPOVLMTrainer", draft: "Draft | None", between: Betwe
 
 
 def _on_main(trainer: "GRPOVLMTrainer", call: Any) -> Any:
-    """What `call` returns on the main process, on all."""
-    found = [call() if trainer.accelerator.is_main_process else None]
-    return broadcast_object_list(found)[0] if trainer.args.world_size > 1 else found[0]
+    return on_main(call, is_main=trainer.accelerator.is_main_process, world_size=trainer.args.world_size)
 
 
 # ---- going on

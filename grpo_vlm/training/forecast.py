@@ -213,7 +213,7 @@ class _Planner:
         load = self.typical.load(groups, n)
         if groups < 1:  # a group that is cut repeats its prompt, and its pictures, in every row
             load = replace(load, tokens=budget, scored=max(1, budget - self.typical.prompt_tokens))
-        fused = self.config.worker.actor.use_torch_compile and self.launch.kind in ("one process", "DDP")
+        fused = self.config.worker.actor.use_torch_compile and self.launch.whole
         width = self.widths.computed if not self.gpu.is_cpu else 4
         parts = row_parts(self.shape, load, self.mode, fused=fused and not self.gpu.is_cpu, width=max(width, BF16))
         return [
@@ -269,7 +269,7 @@ class _Planner:
 
     def _optimizer(self) -> float:
         """Reads and writes weights and states, reads gradients."""
-        share = 1 if self.launch.kind in ("one process", "DDP") else self.processes
+        share = 1 if self.launch.whole else self.processes
         moved = self.counts.trained * (2 * self.widths.weight + self.widths.gradient + 2 * self.widths.states) / share
         return moved / (self.gpu.bandwidth_tb_s * 1e12)
 
@@ -325,7 +325,7 @@ class _Planner:
         if not actor.model.enable_gradient_checkpointing:
             ways.append("worker.actor.model.enable_gradient_checkpointing=true")
         ways.append(f"a lower worker.actor.max_token_len_per_gpu than {row_tokens(self.config)}")
-        if actor.fsdp.torch_dtype is None and self.launch.kind in ("one process", "DDP"):
+        if actor.fsdp.torch_dtype is None and self.launch.whole:
             ways.append("worker.actor.fsdp.torch_dtype=bf16")
         if not self.launch.cuts_weights:
             ways.append("more GPUs with accelerate_configs/zero3.yaml or fsdp2.yaml")

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -23,13 +22,14 @@ from grpo_vlm.config.check_sharding import launched
 from grpo_vlm.config.reward_sources import BY_DATA_SOURCE, check_sources
 from grpo_vlm.data.dataset import PromptDataset
 from grpo_vlm.data.sampler import steps_per_epoch
-from grpo_vlm.errors import ConfigError, DataError, GRPOVLMError, RewardError
+from grpo_vlm.errors import ConfigError, DataError, RewardError
 from grpo_vlm.model.gpus import present
 from grpo_vlm.model.load import load_policy, load_processor, load_reference
 from grpo_vlm.report.console import Console
 from grpo_vlm.report.record import Sample, spread
 from grpo_vlm.report.run_folder import BEFORE_START, SKIPPED_NAME, RunFolder
 from grpo_vlm.report.trackers import make_trackers
+from grpo_vlm.rollout.ranks import on_main
 from grpo_vlm.training import checkpoint
 from grpo_vlm.training.forecast import add_measured, forecast, write_plan
 from grpo_vlm.training.optimizer import check_8bit
@@ -186,17 +186,7 @@ class Session:
 
     def _on_main(self, call: Callable[[], T]) -> T:
         """What `call` returns on the main process, on every rank; a user's error in it is raised on every rank."""
-        outcome: list[Any] = [None, None]
-        if self.is_main:
-            try:
-                outcome[0] = call()
-            except GRPOVLMError as error:
-                outcome[1] = error
-        if self.world_size > 1:
-            broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        return on_main(call, is_main=self.is_main, world_size=self.world_size)
 
     def _open_folder(self, path: Path) -> None:
         self.folder = RunFolder.open(

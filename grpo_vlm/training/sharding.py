@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from grpo_vlm.config import Config
 from grpo_vlm.config.check_sharding import FSDP2, ZERO, Launched, launched
+from grpo_vlm.config.values import is_bf16
 from grpo_vlm.training.arguments import casts_to_bf16
-
-BF16 = ("bf16", "bfloat16")
 
 
 def join_processes(config: Config) -> None:
@@ -87,7 +86,7 @@ def use_settings(arguments: dict[str, Any], config: Config) -> dict[str, Any]:
 
 def reduce_dtype(config: Config) -> torch.dtype:
     """The type in which gradients are summed over devices."""
-    return torch.bfloat16 if config.worker.actor.fsdp.mp_reduce_dtype in BF16 else torch.float32
+    return torch.bfloat16 if is_bf16(config.worker.actor.fsdp.mp_reduce_dtype) else torch.float32
 
 
 def fsdp2_frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
